@@ -1,0 +1,86 @@
+# Every target builds what it needs. `make VENV=… PYTHON=…` uses another environment or interpreter.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+PYTHONS := 3.11 3.12 3.13
+PYTHON ?= $(shell tools/find-python 3.11 3)
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+WORKERS ?= 2
+# Every line and branch of these two has a test; the rest has a bar that only moves up.
+PROVEN := src/ergon_framework/engine/*,src/ergon_framework/task/*
+TOTAL := 90
+
+.PHONY: help venv check lint types test spec docs format bench soak mutants memory deep check-all-pythons wheel constraints snapshot
+
+help: ## print every target with one line
+	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' Makefile | awk -F '\t' '{printf "%-18s %s\n", $$1, $$2}'
+
+venv: $(STAMP) ## build the environment in $(VENV) from the pinned constraints
+
+# Two steps, because the checkout itself has no hash to check. The built package needs nothing that is not pinned.
+$(STAMP): constraints/dev.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r constraints/dev.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	touch $(STAMP)
+
+check: lint types test spec ## the gate: style, types, tests with branch coverage, requirements
+
+lint: $(STAMP) ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP) ## mypy, strict, on src
+	$(BIN)/mypy
+
+test: $(STAMP) ## all tests in random order, with branch coverage and its bars
+	$(BIN)/coverage erase
+	$(BIN)/python -m pytest -n $(WORKERS) --cov --cov-report=
+	$(BIN)/coverage report --include='$(PROVEN)' --fail-under=100
+	$(BIN)/coverage report --fail-under=$(TOTAL)
+
+spec: $(STAMP) ## each requirement with its tests; fails where a finished group has a hole
+	$(BIN)/python tools/spec.py
+
+docs: $(STAMP) ## links, traces of a machine, and every snippet run against the built wheel
+	$(BIN)/python tools/docs.py
+	$(BIN)/python tools/hygiene.py
+	$(BIN)/python -m pytest -q tests/docs
+
+format: $(STAMP) ## let ruff put the files into shape
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP) ## measure, and print ratios
+	$(BIN)/python bench/run.py
+
+soak: $(STAMP) ## long random runs against the oracle
+	$(BIN)/python tests/properties/soak.py
+
+mutants: $(STAMP) ## break the code on purpose and see which tests notice
+	$(BIN)/python tools/mutants.py
+
+memory: $(STAMP) ## measure what is held for how long
+	$(BIN)/python bench/memory.py
+
+deep: soak mutants bench memory ## all that is too slow for the gate
+
+check-all-pythons: ## the gate under every supported Python, each with an environment of its own
+	@set -e; for version in $(PYTHONS); do \
+		echo "== Python $$version"; \
+		$(MAKE) --no-print-directory check VENV=.venv-$$version PYTHON="$$(tools/find-python $$version)"; \
+	done
+
+wheel: $(STAMP) ## build the wheel into dist/
+	rm -rf dist
+	$(BIN)/python -m build --wheel --no-isolation --outdir dist .
+
+snapshot: $(STAMP) ## write the public names down anew
+	$(BIN)/python tools/snapshot.py
+
+constraints: ## pin the tools anew (needs uv)
+	uv pip compile --universal --generate-hashes --no-header --quiet --upgrade --extra dev --python-version 3.11 \
+		--output-file constraints/dev.txt pyproject.toml
+	! grep -n '://' constraints/dev.txt

@@ -1,0 +1,106 @@
+"""The summary of a run: a table for a person, lines for a file, JSON for a program."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ergon_framework.errors import text
+from ergon_framework.runner.process import Ended
+from ergon_framework.task.report import End, Outcome, Report
+
+#: The longest message that is repeated; the whole one is in the dead letter.
+LONGEST = 500
+
+WHY = {
+    End.EMPTY: "the queue was empty",
+    End.LIMIT: "the limit was reached",
+    End.STOP: "stopped by a signal",
+    End.TIMEOUT: "the loop's time was over",
+    End.STALLED: "every slot was held by a handler that timed out",
+    End.FETCH: "the connector could not be read",
+}
+
+
+def show(name: str, ended: Ended) -> None:
+    """Print the summary: as a table on a terminal, as plain lines elsewhere."""
+    rows = list(_rows(ended))
+    if sys.stdout.isatty():
+        table = Table("what", "how", title=name, title_justify="left", show_header=False)
+        for row in rows:
+            # Text, because what an error says is no markup.
+            table.add_row(*(Text(cell) for cell in row))
+        Console().print(table)
+        return
+    width = max(len(what) for what, _ in rows)
+    typer.echo("\n".join([name, *(f"  {what:<{width}}  {how}" for what, how in rows)]))
+
+
+def as_line(name: str, ended: Ended) -> str:
+    """The report as one line of JSON."""
+    report = ended.report
+    line: dict[str, Any] = {"task": name, "exit_code": int(ended.exit)}
+    if ended.error is not None:
+        line["error"] = f"{type(ended.error).__name__}: {_said(ended.error)}"
+    if report is not None:
+        line |= {
+            "end": report.end,
+            "started": report.started,
+            "fetches": report.fetches,
+            "empty_fetches": report.empty_fetches,
+            "counts": report.counts,
+            "refused": report.refused,
+            "settled": report.settled,
+            "abandoned": report.abandoned,
+            "fenced": report.fenced,
+            "failures": [_failure(outcome) for outcome in report.failures],
+        }
+    return json.dumps(line)
+
+
+def _rows(ended: Ended) -> Iterator[tuple[str, str]]:
+    report = ended.report
+    yield "ended", _why(ended)
+    if report is None:
+        return
+    yield from ((kind.value, str(count)) for kind, count in report.counts.items() if count)
+    yield from ((f"refused, {reason}", str(count)) for reason, count in report.refused.items())
+    if report.abandoned:
+        yield "still running", str(report.abandoned)
+    yield from _failures(report)
+
+
+def _why(ended: Ended) -> str:
+    report = ended.report
+    if report is not None and report.end is not None and report.end in WHY:
+        return WHY[report.end]
+    return "left without the task" if ended.forced else "failed"
+
+
+def _failures(report: Report) -> Iterator[tuple[str, str]]:
+    for outcome in report.failures:
+        tries = "1 attempt" if outcome.attempts == 1 else f"{outcome.attempts} attempts"
+        yield outcome.transaction.id, f"{outcome.category}: {_said(outcome.error)} ({tries})"
+
+
+def _failure(outcome: Outcome) -> dict[str, Any]:
+    return {
+        "transaction_id": outcome.transaction.id,
+        "kind": outcome.kind,
+        "category": outcome.category,
+        "code": None if outcome.error is None else outcome.error.code,
+        "message": _said(outcome.error),
+        "attempts": outcome.attempts,
+        "still_running": outcome.still_running,
+    }
+
+
+def _said(error: BaseException | None) -> str:
+    return "" if error is None else text(error)[:LONGEST]

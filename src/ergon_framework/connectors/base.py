@@ -1,0 +1,248 @@
+"""The contract of a connector: what a broker must be able to do, and a record of how it does it.
+
+A connector is written in one flavour or in both. The sync flavour has the plain names, the async
+flavour the same names with ``_async``; ``bridge`` supplies the missing one. Every method may
+raise ``ConnectionLost`` when the line is down; no method may answer "nothing there" instead.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Literal, Protocol, TypeAlias
+
+from ergon_framework.errors import ErgonError
+from ergon_framework.failure import Attempt, Failure
+from ergon_framework.transaction import Transaction
+
+
+class ConnectorError(ErgonError):
+    """A broker refused or could not do what it was asked."""
+
+    code = "connector"
+
+
+class UndecodableError(ConnectorError):
+    """The bytes of a message cannot be read as a transaction; trying again cannot help."""
+
+    final = True
+    code = "undecodable"
+
+
+@dataclass(slots=True)
+class Delivery:
+    """A transaction and the claim on it. The user sees only the transaction.
+
+    ``receipt`` is the connector's own: hashable, unique per delivery, opaque to everybody else.
+    ``deliveries`` counts from 1 and is the broker's, so that it survives crashes. ``lease_until``
+    is when the claim ends, in seconds of the monotonic clock; None where it does not end by
+    itself. ``error`` is set when the message could not be decoded; the payload is then its bytes.
+    """
+
+    transaction: Transaction
+    receipt: Any
+    deliveries: int = 1
+    lease_until: float | None = None
+    error: UndecodableError | None = None
+
+
+# -- settlements: what may become of a delivery -----------------------------------------------
+
+
+class Settlement:
+    """What is to become of a delivery."""
+
+    __slots__ = ()
+
+
+@dataclass(slots=True, frozen=True)
+class Ack(Settlement):
+    """It is done; never deliver it again."""
+
+
+@dataclass(slots=True, frozen=True)
+class Later(Settlement):
+    """Deliver it again after *delay* seconds, held by the broker; it costs no delivery.
+
+    ``attempts`` and ``history`` are what the transaction carries from then on.
+    """
+
+    delay: float
+    attempts: int = 0
+    history: tuple[Attempt, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.delay < float("inf"):  # also refuses NaN
+            raise ValueError(f"a delay must be a finite number of seconds >= 0, not {self.delay!r}")
+
+
+@dataclass(slots=True, frozen=True)
+class DeadLetter(Settlement):
+    """Put it aside with the reason; somebody has to look at it."""
+
+    reason: str
+    failure: Failure | None = None
+
+
+@dataclass(slots=True, frozen=True)
+class Release(Settlement):
+    """Give the claim back as if it had never been taken: no delivery and no attempt is counted."""
+
+
+class SettleResult(StrEnum):
+    """What became of one settlement."""
+
+    SETTLED = "settled"
+    #: The claim was gone: somebody else has, or will have, the transaction.
+    LOST = "lost"
+    #: The broker refused this one; asking again may help.
+    FAILED = "failed"
+
+
+Settling: TypeAlias = tuple[Delivery, Settlement]
+
+
+# -- what a connector is ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """What a connector's broker can do; the exam reads it, and the docs' table is made of it."""
+
+    mode: Literal["queue", "log"]
+    #: Claims can be extended while work goes on.
+    renewable: bool
+    #: Seconds after which an unrenewed claim ends; None where it ends with the connection.
+    lease: float | None
+    #: A release, deferral or Later takes the delivery count back.
+    release_is_free: bool
+    #: Delayed transactions are held by the broker, not in this process.
+    delays: bool
+    dead_letters: bool
+    #: How a stale worker's settlement is refused.
+    fenced_by: Literal["token", "channel", "generation", "clock"]
+    #: What was acknowledged survives a power loss; None means unknown, and unknown is not durable.
+    durable: bool | None
+    priority: bool = False
+    ordered_by_key: bool = False
+    max_payload: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Depth:
+    """How much is there: ``oldest_age`` is in seconds, None when nothing is ready."""
+
+    ready: int
+    delayed: int = 0
+    in_flight: int = 0
+    dead: int = 0
+    oldest_age: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Confirmation:
+    """The broker has the transaction; ``duplicate`` when it had it already."""
+
+    transaction_id: str
+    duplicate: bool = False
+    detail: dict[str, Any] = field(default_factory=dict)
+
+
+class Listener(Protocol):
+    """Who wants to know; both methods are called from any thread and return at once."""
+
+    def wake(self) -> None:
+        """Something may have arrived."""
+
+    def lost(self, receipts: Sequence[Any]) -> None:
+        """These claims are gone."""
+
+
+Unlisten: TypeAlias = Callable[[], None]
+
+
+class _Described(ABC):
+    #: The other flavour, once somebody asked the bridge for it.
+    bridged: Any = None
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """The queue's name: the source of its transactions' ids, and a label of metrics."""
+
+    @property
+    @abstractmethod
+    def capabilities(self) -> Capabilities: ...
+
+    def listen(self, listener: Listener) -> Unlisten:  # noqa: ARG002 - a connector without signals has no use for it
+        """Tell *listener* about arrivals and lost claims until the returned function is called."""
+        return _nothing
+
+    def transaction(self, payload: Any = None, **fields: Any) -> Transaction:
+        """A new transaction for this queue, as ``Transaction.new`` makes it."""
+        return Transaction.new(payload, source=self.name, **fields)
+
+
+def _nothing() -> None: ...
+
+
+def _until(delivery: Delivery) -> float:
+    return float("inf") if delivery.lease_until is None else delivery.lease_until
+
+
+class Connector(_Described):
+    """The sync flavour; it is called from several threads at once."""
+
+    @abstractmethod
+    def fetch_transactions(self, batch_size: int, **extra: Any) -> Sequence[Delivery]:
+        """At most *batch_size* deliveries; with ``wait=seconds`` it may wait that long for the first."""
+
+    @abstractmethod
+    def settle(self, settlings: Sequence[Settling]) -> Sequence[SettleResult]:
+        """Settle many; one result each, in order. One that fails spoils no other."""
+
+    def extend(self, deliveries: Sequence[Delivery]) -> Sequence[float | None]:
+        """Renew claims: the new ``lease_until`` of each, None for one that is gone.
+
+        A claim that does not end by itself answers infinity: None already means gone.
+        """
+        return [_until(delivery) for delivery in deliveries]
+
+    @abstractmethod
+    def dispatch(self, transactions: Sequence[Transaction]) -> Sequence[Confirmation]:
+        """Hand over many; returns when the broker has confirmed every one of them."""
+
+    def depth(self) -> Depth | None:
+        """How much is there; None where the broker cannot say."""
+        return None
+
+    def open(self) -> None:
+        """Connect, and check that what is there is what was configured."""
+
+    def close(self) -> None:
+        """Disconnect; claims still held end as the broker ends them."""
+
+
+class AsyncConnector(_Described):
+    """The async flavour of the same contract."""
+
+    @abstractmethod
+    async def fetch_transactions_async(self, batch_size: int, **extra: Any) -> Sequence[Delivery]: ...
+
+    @abstractmethod
+    async def settle_async(self, settlings: Sequence[Settling]) -> Sequence[SettleResult]: ...
+
+    async def extend_async(self, deliveries: Sequence[Delivery]) -> Sequence[float | None]:
+        return [_until(delivery) for delivery in deliveries]
+
+    @abstractmethod
+    async def dispatch_async(self, transactions: Sequence[Transaction]) -> Sequence[Confirmation]: ...
+
+    async def depth_async(self) -> Depth | None:
+        return None
+
+    async def open_async(self) -> None: ...
+
+    async def close_async(self) -> None: ...

@@ -1,0 +1,378 @@
+"""Codec: how a transaction becomes bytes and headers, and comes back.
+
+The wire names are in one table, ``WIRE``; ``docs/spec/wire.md`` is its readable form and a test
+keeps the two equal.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from enum import StrEnum
+from typing import Any, Final, NamedTuple, NoReturn, Protocol
+
+from pydantic import TypeAdapter
+
+from ergon_framework.connectors.base import ConnectorError, UndecodableError
+from ergon_framework.failure import Attempt
+from ergon_framework.transaction import HISTORY, Transaction
+
+#: Largest body that is read or written unless the codec is told otherwise.
+MAX_BYTES: Final = 1024 * 1024
+#: Deepest nesting of arrays and objects in a body.
+MAX_DEPTH: Final = 64
+
+
+class UnencodableError(ConnectorError):
+    """A transaction cannot be written to the wire; trying again cannot help."""
+
+    final = True
+    code = "unencodable"
+
+
+# -- the table ----------------------------------------------------------------------------------
+
+
+class Form(StrEnum):
+    """How a header's value is written."""
+
+    ID = "id"
+    TEXT = "text"
+    COUNT = "count"
+    TIME = "time"
+    HISTORY = "history"
+    TRACE = "trace"
+
+
+class Wire(NamedTuple):
+    """One header: which field of the transaction it carries, in which form, and how long it may be."""
+
+    field: str
+    header: str
+    form: Form
+    longest: int
+    #: What the transaction has when the header is not there; such a value is not written either.
+    absent: Any = None
+
+
+WIRE: Final = (
+    Wire("id", "ergon-id", Form.ID, 256),
+    Wire("source", "ergon-source", Form.TEXT, 256, ""),
+    Wire("type", "ergon-type", Form.TEXT, 256, ""),
+    Wire("schema_version", "ergon-schema-version", Form.COUNT, 9, 1),
+    Wire("key", "ergon-key", Form.TEXT, 256),
+    Wire("tenant", "ergon-tenant", Form.TEXT, 256),
+    Wire("correlation", "ergon-correlation", Form.TEXT, 256),
+    Wire("causation", "ergon-causation", Form.ID, 256),
+    Wire("created_at", "ergon-created-at", Form.TIME, 35),
+    Wire("expires_at", "ergon-expires-at", Form.TIME, 35),
+    Wire("attempts", "ergon-attempts", Form.COUNT, 9, 0),
+    Wire("history", "ergon-history", Form.HISTORY, 16384, ()),
+    Wire("trace", "traceparent", Form.TRACE, 512),
+    Wire("trace", "tracestate", Form.TRACE, 4096),
+    Wire("trace", "baggage", Form.TRACE, 8192),
+)
+
+_FIELDS: Final = tuple(row for row in WIRE if row.form is not Form.TRACE)
+_TRACE: Final = tuple(row for row in WIRE if row.form is Form.TRACE)
+
+
+# -- the forms: each reads or refuses with ValueError ----------------------------------------------
+
+_VISIBLE = re.compile(r"[!-~]+").fullmatch
+# Line separators are refused with the controls: some brokers' headers end at them.
+_UNFIT = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]").search
+_DIGITS = re.compile(r"[0-9]+").fullmatch
+_MOMENT = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}(\.[0-9]{1,9})?(Z|\+00:00)").fullmatch
+_ATTEMPTS: Final = TypeAdapter(tuple[Attempt, ...])
+
+
+def _read_id(text: str) -> str:
+    if not _VISIBLE(text):
+        raise ValueError
+    return text
+
+
+def _read_text(text: str) -> str:
+    # Blanks at the ends are refused because several brokers strip them on the way.
+    if not text or text != text.strip() or _UNFIT(text):
+        raise ValueError
+    return text
+
+
+def _read_count(text: str) -> int:
+    if not _DIGITS(text):
+        raise ValueError
+    return int(text)
+
+
+def _read_time(text: str) -> float:
+    if not _MOMENT(text):
+        raise ValueError
+    return datetime.fromisoformat(text).timestamp()
+
+
+def _read_history(text: str) -> tuple[Attempt, ...]:
+    return _ATTEMPTS.validate_python(_DECODER.decode(text))[-HISTORY:]
+
+
+def _write_count(count: Any) -> str:
+    if not isinstance(count, int) or isinstance(count, bool):
+        raise TypeError
+    return str(count)
+
+
+def _write_time(moment: float) -> str:
+    return datetime.fromtimestamp(moment, UTC).isoformat(timespec="microseconds").removesuffix("+00:00") + "Z"
+
+
+def _write_history(history: tuple[Attempt, ...]) -> str:
+    longest = next(row.longest for row in WIRE if row.form is Form.HISTORY)
+    dumped = [attempt.model_dump(mode="json") for attempt in history[-HISTORY:]]
+    while len(text := _ASCII_ENCODER.encode(dumped)) > longest:
+        # The latest attempts explain the most, so the oldest go first.
+        del dumped[0]
+    return text
+
+
+_READ: Final[dict[Form, Callable[[str], Any]]] = {
+    Form.ID: _read_id,
+    Form.TEXT: _read_text,
+    Form.COUNT: _read_count,
+    Form.TIME: _read_time,
+    Form.HISTORY: _read_history,
+    Form.TRACE: _read_text,
+}
+_WRITE: Final[dict[Form, Callable[[Any], str]]] = {
+    Form.ID: str,
+    Form.TEXT: str,
+    Form.COUNT: _write_count,
+    Form.TIME: _write_time,
+    Form.HISTORY: _write_history,
+}
+
+
+# -- JSON, strictly -------------------------------------------------------------------------------
+
+
+def _finite(literal: str) -> float:
+    number = float(literal)
+    if not math.isfinite(number):
+        raise ValueError("a number beyond the range of a float")
+    return number
+
+
+def _constant(literal: str) -> NoReturn:
+    raise ValueError(f"{literal} is not JSON")
+
+
+_ENCODER: Final = json.JSONEncoder(allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+_ASCII_ENCODER: Final = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
+_DECODER: Final = json.JSONDecoder(parse_float=_finite, parse_constant=_constant)
+# Every branch is possessive and the closing quote optional: no input makes it look twice.
+_BRACKETS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{]|[\]}]', re.DOTALL).finditer
+
+
+def _too_deep(body: bytes) -> bool:
+    """Whether the brackets of *body* nest deeper than MAX_DEPTH; asked before a recursive reader is."""
+    if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
+        return False
+    depth = 0
+    for match in _BRACKETS(body):
+        first = match[0][:1]
+        if first in b"[{":
+            depth += 1
+            if depth > MAX_DEPTH:
+                return True
+        elif first in b"]}":
+            depth -= 1
+    return False
+
+
+# -- the codec ------------------------------------------------------------------------------------
+
+
+class Codec(Protocol):
+    """What turns a transaction into a body and headers, and back."""
+
+    @property
+    def max_bytes(self) -> int | None:
+        """The largest body it takes; None where it does not care."""
+
+    def encode(self, transaction: Transaction) -> tuple[bytes, dict[str, str]]:
+        """The body and the headers of *transaction*, or UnencodableError."""
+
+    def decode(self, body: bytes, headers: Mapping[str, str], *, source: str = "") -> Transaction:
+        """The transaction, or UndecodableError; *source* is its source where no header names one."""
+
+
+class JsonCodec:
+    """JSON bodies, strictly: UTF-8, no NaN, bounded in size and depth.
+
+    What it has decoded it can encode again. Typed payloads are not its business: it reads and
+    writes what JSON knows.
+    """
+
+    def __init__(self, *, max_bytes: int = MAX_BYTES) -> None:
+        if max_bytes < 1:
+            raise ValueError(f"max_bytes must be at least 1, not {max_bytes!r}")
+        self._max_bytes = max_bytes
+
+    @property
+    def max_bytes(self) -> int:
+        return self._max_bytes
+
+    def encode(self, transaction: Transaction) -> tuple[bytes, dict[str, str]]:
+        return self._body(transaction), write_headers(transaction)
+
+    def decode(self, body: bytes, headers: Mapping[str, str], *, source: str = "") -> Transaction:
+        fields = read_headers(headers)
+        fields.setdefault("source", source)
+        return Transaction(payload=self._payload(body), **fields)
+
+    def _body(self, transaction: Transaction) -> bytes:
+        problem = ""
+        try:
+            body = _ENCODER.encode(transaction.payload).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            # Kept without the error itself, which may quote the payload.
+            problem = type(error).__name__
+        if problem:
+            raise UnencodableError(
+                f"the payload of transaction {transaction.id!r} (a {type(transaction.payload).__name__}) cannot be "
+                f"written as JSON ({problem}); hand over plain finite JSON values, for a model its dump in JSON mode"
+            )
+        if reason := self._unfit(body):
+            raise UnencodableError(f"the payload of transaction {transaction.id!r} {reason}")
+        return body
+
+    def _payload(self, body: bytes) -> Any:
+        reason = self._unfit(body)
+        if not reason:
+            try:
+                payload = _DECODER.decode(body.decode())
+                if b"\\u" in body:
+                    # Half a surrogate pair can be escaped into JSON but never written again.
+                    _ENCODER.encode(payload).encode()
+            except UnicodeError as error:
+                reason = f"is not UTF-8 or holds half a character (at {error.start})"  # type: ignore[attr-defined]
+            except json.JSONDecodeError as error:
+                reason = f"is not JSON (at character {error.pos})"
+            except (ValueError, RecursionError):
+                reason = "holds a number that JSON or a float cannot hold"
+        # Raised outside the handlers: a JSONDecodeError carries the whole document with it.
+        if reason:
+            raise UndecodableError(f"a body of {len(body)} bytes {reason}")
+        return payload
+
+    def _unfit(self, body: bytes) -> str:
+        if len(body) > self._max_bytes:
+            return f"takes {len(body)} bytes; the limit is {self._max_bytes}"
+        if _too_deep(body):
+            return f"nests deeper than {MAX_DEPTH} levels"
+        return ""
+
+
+def write_headers(transaction: Transaction) -> dict[str, str]:
+    """The envelope of *transaction* as headers, for any codec; UnencodableError where it does not fit."""
+    headers: dict[str, str] = {}
+    for row in _FIELDS:
+        value = getattr(transaction, row.field)
+        if value is None or value == row.absent:
+            continue
+        text = _written(row, value)
+        if text is None:
+            raise UnencodableError(
+                f"{row.field} of transaction {transaction.id[:64]!r} does not fit header {row.header!r}, which holds "
+                f"a {row.form.value} of at most {row.longest} characters"
+            )
+        headers[row.header] = text
+    for row in _TRACE:
+        value = transaction.trace.get(row.header)
+        if value is not None and _trace_fits(row, value):
+            headers[row.header] = value
+    return headers
+
+
+def _written(row: Wire, value: Any) -> str | None:
+    try:
+        text = _WRITE[row.form](value)
+        if len(text) <= row.longest:
+            _READ[row.form](text)  # nothing is written that could not be read
+            return text
+    except (TypeError, ValueError, OverflowError, OSError):
+        pass
+    return None
+
+
+def read_headers(headers: Mapping[str, str]) -> dict[str, Any]:
+    """The fields of an envelope, for any codec; UndecodableError where a header is missing or hostile.
+
+    Headers that are not in the table are ignored, and so is a trace header that does not fit: a
+    broken trace starts anew, as W3C Trace Context asks, and costs nobody the message.
+    """
+    fields: dict[str, Any] = {}
+    for row in _FIELDS:
+        text = headers.get(row.header)
+        if text is None:
+            continue
+        fields[row.field] = _field(row, text)
+    if "id" not in fields:
+        raise UndecodableError("header 'ergon-id' is missing; without it a redelivery could not be recognised")
+    trace = {row.header: headers[row.header] for row in _TRACE if _trace_fits(row, headers.get(row.header))}
+    if trace:
+        fields["trace"] = trace
+    return fields
+
+
+def _field(row: Wire, text: Any) -> Any:
+    if isinstance(text, str) and len(text) <= row.longest:
+        try:
+            return _READ[row.form](text)
+        except (ValueError, RecursionError):
+            pass  # said below, outside the handler: the cause would quote the value
+    size = f"{len(text)} characters" if isinstance(text, str) else f"a {type(text).__name__}"
+    raise UndecodableError(
+        f"header {row.header!r} ({size}) is not a {row.form.value} of at most {row.longest} characters"
+    )
+
+
+def _trace_fits(row: Wire, text: Any) -> bool:
+    return isinstance(text, str) and 0 < len(text) <= row.longest and text == text.strip() and not _UNFIT(text)
+
+
+# -- what could not be read -------------------------------------------------------------------------
+
+
+class Decoded(NamedTuple):
+    """What came of a message: its transaction, or a stand-in with the bytes and the error."""
+
+    transaction: Transaction
+    error: UndecodableError | None = None
+
+
+def decode(codec: Codec, body: bytes, headers: Mapping[str, str], *, source: str) -> Decoded:
+    """Read a message with *codec*, and never raise: one bad message must not stop a batch.
+
+    The stand-in's id is the header's where that is sound, else made from body and headers, so
+    that it is the same at every delivery.
+    """
+    try:
+        return Decoded(codec.decode(body, headers, source=source))
+    except UndecodableError as error:
+        problem = error
+    except Exception as error:  # noqa: BLE001 - the boundary to a codec that is not ours
+        problem = UndecodableError(f"the codec failed on a body of {len(body)} bytes with {type(error).__name__}")
+    given = headers.get("ergon-id")
+    sound = isinstance(given, str) and len(given) <= WIRE[0].longest and _VISIBLE(given)
+    return Decoded(Transaction(given if sound and given else _digest(body, headers), body, source=source), problem)
+
+
+def _digest(body: bytes, headers: Mapping[str, str]) -> str:
+    digest = hashlib.sha256(repr(sorted((str(name), str(text)) for name, text in headers.items())).encode())
+    digest.update(body)
+    return f"undecodable-{digest.hexdigest()[:32]}"

@@ -1,0 +1,175 @@
+"""One step of a transaction inside its own retry envelope."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import Context
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+from ergon_framework.engine.effects import NEVER, Call, Script, gone, sleep
+from ergon_framework.engine.outcome import Err, Expired, Ok, Stopped
+from ergon_framework.errors import Category, ErgonError
+from ergon_framework.scope import Scope
+from ergon_framework.transaction import Transaction
+
+if TYPE_CHECKING:
+    from ergon_framework.engine.senses import Senses
+
+
+class Retry(Protocol):
+    """The part of a retry policy that is read here."""
+
+    @property
+    def max_attempts(self) -> int: ...
+    @property
+    def timeout(self) -> float | None: ...
+    @property
+    def hold(self) -> float: ...
+    @property
+    def abandon_grace(self) -> float: ...
+    def delay(self, attempt: int, dice: Callable[[], float] | None = None) -> float: ...
+
+
+class StepWatch(Protocol):
+    """Somebody who wants to see every attempt of one step."""
+
+    def attempt(self, number: int) -> Context | None:
+        """An attempt begins; the context its body is to run in, if it matters."""
+
+    def attempted(self, number: int, error: BaseException | None) -> None:
+        """It is over, with *error* or without."""
+
+
+class Step:
+    """One step: what to call, under which policy, and how its failures are to be read.
+
+    *defers* says that a wait beyond ``retry.hold`` goes back to the broker instead of being slept.
+    """
+
+    __slots__ = ("classify", "defers", "expired", "fn", "name", "retry")
+
+    def __init__(
+        self,
+        name: str,
+        fn: Callable[..., Any],
+        retry: Retry,
+        *,
+        classify: Callable[[BaseException], ErgonError],
+        expired: Callable[[str], ErgonError],
+        defers: bool = False,
+    ) -> None:
+        self.name = name
+        self.fn = fn
+        self.retry = retry
+        self.classify = classify
+        self.expired = expired
+        self.defers = defers
+
+
+class Note:
+    """What became of one failed attempt, and how long the wait after it is; None when there is none."""
+
+    __slots__ = ("at", "attempt", "delay", "error", "step")
+
+    def __init__(self, step: str, attempt: int, error: ErgonError, *, at: float) -> None:
+        self.step = step
+        self.attempt = attempt
+        self.error = error
+        self.at = at
+        self.delay: float | None = None
+
+
+class Failed:
+    """No further attempt will be made; *body* is the call that would not leave, if there is one."""
+
+    __slots__ = ("attempt", "body", "error")
+
+    def __init__(self, error: ErgonError, attempt: int, body: Call | None = None) -> None:
+        self.error = error
+        self.attempt = attempt
+        self.body = body
+
+
+class Deferred:
+    """The wait before the next attempt is too long to be slept through here."""
+
+    __slots__ = ("attempt", "delay", "error")
+
+    def __init__(self, error: ErgonError, attempt: int, delay: float) -> None:
+        self.error = error
+        self.attempt = attempt
+        self.delay = delay
+
+
+Ended: TypeAlias = Ok | Failed | Deferred | Stopped
+
+
+def attempts(
+    step: Step,
+    args: tuple[Any, ...],
+    notes: list[Note],
+    transaction: Transaction,
+    senses: Senses,
+    *,
+    first: int = 0,
+    limit: float = NEVER,
+    watch: StepWatch | None = None,
+) -> Script[Ended]:
+    """Try *step* until it succeeds, its budget is spent, or *limit* (the lifecycle's end) leaves no room."""
+    clock, timeout, number = senses.clock, step.retry.timeout, first
+    while True:
+        now = clock()
+        if now >= limit:
+            return Failed(step.expired(f"{step.name} was not begun: the transaction's time is over"), number)
+        until = limit if timeout is None else min(limit, now + timeout)
+        scope = Scope(transaction, step.name, number, None if until == NEVER else until, clock)
+        context = None if watch is None else watch.attempt(number)
+        answer = yield Call(step.name, step.fn, args, until, scope, context)
+        if watch is not None:
+            watch.attempted(number, _seen(answer))
+        if type(answer) is Ok or type(answer) is Stopped:
+            return answer
+        note = Note(step.name, number, _read(step, answer, until - now), at=senses.wall())
+        notes.append(note)
+        ended = yield from _after(step, answer, note, senses=senses, limit=limit)
+        if ended is not None:
+            return ended
+        number += 1
+
+
+def _after(step: Step, answer: Err | Expired, note: Note, *, senses: Senses, limit: float) -> Script[Ended | None]:
+    """After a failed attempt: wait for the next one and answer None, or say how the step ends."""
+    error, number, retry = note.error, note.attempt, step.retry
+    if isinstance(answer, Expired):
+        # Nothing else of this transaction may run while the body is still in there.
+        has_left = yield from gone(answer.body, senses.clock() + retry.abandon_grace)
+        if has_left is not True:
+            return Stopped(answer.body) if isinstance(has_left, Stopped) else Failed(error, number, answer.body)
+    now = senses.clock()
+    hopeless = error.category is Category.BUSINESS or error.final or number + 1 >= retry.max_attempts
+    if hopeless or now >= limit:
+        return Failed(error, number)
+    delay = max(retry.delay(number, senses.dice), error.retry_after or 0.0)
+    if step.defers and delay > retry.hold:
+        note.delay = delay
+        return Deferred(error, number, delay)
+    if now + delay >= limit:
+        return Failed(error, number)
+    note.delay = delay
+    if delay > 0:
+        return (yield from sleep(now + delay))
+    return None
+
+
+def _read(step: Step, answer: Err | Expired, allowed: float) -> ErgonError:
+    if isinstance(answer, Err):
+        return step.classify(answer.error)
+    return step.expired(f"{step.name} did not come back within {allowed:.3f} s")
+
+
+def _seen(answer: Any) -> BaseException | None:
+    if isinstance(answer, Err):
+        return answer.error
+    if isinstance(answer, Expired):
+        return TimeoutError("the deadline passed")
+    return None

@@ -1,0 +1,119 @@
+"""An executor whose threads never hold up the end of the process."""
+
+from __future__ import annotations
+
+import contextvars
+import itertools
+import threading
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from typing import Any, ParamSpec, TypeVar
+
+from ergon_framework.engine.drivers.waiting import RealTime, Waiting
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_numbers = itertools.count(1)
+
+
+class DaemonExecutor(Executor):
+    """``ThreadPoolExecutor``'s contract on daemon threads; it never joins them at interpreter exit.
+
+    The standard one joins its threads when the interpreter ends, so that one hung handler keeps
+    a process alive for ever. ``execute`` is ``submit`` without the price of a future.
+    """
+
+    def __init__(self, max_workers: int | None = None, *, name: str = "ergon", waiting: Waiting | None = None) -> None:
+        if max_workers is not None and max_workers < 1:
+            raise ValueError(f"max_workers must be at least 1, not {max_workers}")
+        self._max = max_workers
+        self._name = f"{name}-{next(_numbers)}"
+        self._waiting = waiting or RealTime()
+        self._inbox = self._waiting.inbox()
+        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self._idle = 0
+        self._backlog = 0
+        self._closed = False
+
+    @property
+    def threads(self) -> int:
+        """How many threads were started."""
+        return len(self._threads)
+
+    def execute(self, fn: Callable[..., object], *args: Any) -> None:
+        """Run ``fn(*args)`` on a thread; *fn* must not raise."""
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("cannot schedule new work after shutdown")
+            if self._idle:
+                self._idle -= 1
+            elif self._max is None or len(self._threads) < self._max:
+                self._grow()
+            else:
+                self._backlog += 1
+            self._inbox.put((fn, args))
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        future: Future[T] = Future()
+        context = contextvars.copy_context()
+        self.execute(_fulfil, future, context, fn, args, kwargs)
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: FBT001, FBT002 - the standard signature
+        """No new work; threads end when theirs is done. *wait* joins those that are idle or finish."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                if cancel_futures:
+                    self._cancelled()
+                for _ in self._threads:
+                    self._inbox.put(None)
+        if wait:
+            for thread in self._threads:
+                thread.join()
+
+    def _cancelled(self) -> None:
+        for _ in range(self._backlog):
+            fn, args = self._inbox.get()
+            if fn is _fulfil:
+                args[0].cancel()
+        self._backlog = 0
+
+    def _grow(self) -> None:
+        thread = threading.Thread(target=self._work, name=f"{self._name}-{len(self._threads)}", daemon=True)
+        self._threads.append(thread)
+        self._waiting.start(thread)
+
+    def _work(self) -> None:
+        get = self._inbox.get
+        while (job := get()) is not None:
+            fn, args = job
+            # A reference kept here would keep the last transaction alive while this thread idles.
+            del job
+            fn(*args)
+            del fn, args
+            with self._lock:
+                if self._backlog:
+                    self._backlog -= 1
+                else:
+                    self._idle += 1
+        self._waiting.ended()
+
+
+def _fulfil(
+    future: Future[Any],
+    context: contextvars.Context,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = context.run(fn, *args, **kwargs)
+    except BaseException as error:  # noqa: BLE001 - it belongs to whoever waits for the future
+        future.set_exception(error)
+    else:
+        future.set_result(result)

@@ -1,0 +1,128 @@
+"""The one root of our exceptions, and the verdict that each of them carries."""
+
+from __future__ import annotations
+
+import importlib
+import pickle  # nosec - only loads what stands inside a pickle that somebody is loading already
+from enum import StrEnum
+from typing import Any, Self, TypeAlias
+
+
+class Category(StrEnum):
+    """What kind of failure this is, and so whether trying again can help."""
+
+    BUSINESS = "BUSINESS"
+    SYSTEM = "SYSTEM"
+    TIMEOUT = "TIMEOUT"
+
+
+class ErgonError(Exception):
+    """The root of every exception this package raises; it carries its verdict.
+
+    ``category`` says what kind of failure it is, ``retry_after`` is the least number of seconds
+    to wait before another attempt, ``final`` means that a lower layer has already given up, and
+    ``code`` is a short stable word for machines.
+    """
+
+    category: Category = Category.SYSTEM
+    retry_after: float | None = None
+    final: bool = False
+    code: str | None = None
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        category: Category | None = None,
+        retry_after: float | None = None,
+        final: bool | None = None,
+        code: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        # Only what differs from the class is stored: most errors are their class's verdict.
+        if category is not None:
+            self.category = Category(category)
+        if retry_after is not None:
+            if not 0 <= retry_after < float("inf"):  # also refuses NaN
+                raise ValueError(f"retry_after must be a finite number of seconds >= 0, not {retry_after!r}")
+            self.retry_after = retry_after
+        if final is not None:
+            self.final = final
+        if code is not None:
+            self.code = code
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuilt, (type(self), self.args, self.__dict__.copy(), _packed(self.__cause__))
+
+
+def text(error: BaseException) -> str:
+    """What *error* says, also when its own ``__str__`` fails."""
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - an error that cannot speak must not replace the one being told
+        return f"{type(error).__qualname__} without a readable message"
+
+
+# A cause travels as bytes of its own beside its description: many exceptions of other people can be
+# pickled but not loaded again, and one of those must not take the whole error with it.
+_Packed: TypeAlias = tuple[bytes | None, str] | None
+
+
+def _packed(cause: BaseException | None) -> _Packed:
+    if cause is None:
+        return None
+    try:
+        data = pickle.dumps(cause)
+    except Exception:  # noqa: BLE001 - any refusal means the same: this cause stays here
+        data = None
+    return data, f"{type(cause).__qualname__}: {text(cause)}"
+
+
+def _unpacked(packed: _Packed) -> BaseException | None:
+    if packed is None:
+        return None
+    data, description = packed
+    try:
+        cause = None if data is None else pickle.loads(data)  # noqa: S301  # nosec - see above
+    except Exception:  # noqa: BLE001 - any refusal means the same: only the description arrived
+        cause = None
+    return cause if isinstance(cause, BaseException) else ErgonError(description)
+
+
+def _rebuilt(kind: type[ErgonError], args: tuple[Any, ...], state: dict[str, Any], cause: _Packed) -> ErgonError:
+    error = kind.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(state)
+    error.__cause__ = _unpacked(cause)
+    return error
+
+
+class ConfigurationError(ErgonError):
+    """Something was set up wrongly; trying again cannot help."""
+
+    final = True
+    code = "configuration"
+
+
+class MissingExtraError(ConfigurationError, ImportError):
+    """An optional part was used whose libraries are not installed."""
+
+    code = "missing_extra"
+
+    @classmethod
+    def named(cls, extra: str, *, module: str) -> Self:
+        return cls(f"{module!r} is not installed; run: pip install 'ergon-framework[{extra}]'")
+
+
+class ConnectionLost(ErgonError):
+    """The line to a server is down: not an empty answer, and no fault of any transaction."""
+
+    code = "connection_lost"
+
+
+def extra(name: str, module: str) -> Any:
+    """Import *module*, or say which extra of ours brings it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise MissingExtraError.named(name, module=module) from error

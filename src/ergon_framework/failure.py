@@ -1,0 +1,72 @@
+"""The one failure record: what consumers, jobs, providers and facts say about a failure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from ergon_framework.errors import Category, text
+
+#: Longest error message that is kept; whole documents do not belong into a record.
+MESSAGE = 500
+
+
+class Attempt(BaseModel):
+    """One past attempt, as it travels with the transaction; times are seconds since the epoch."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    attempt: int
+    category: Category
+    code: str | None = None
+    error: str = Field("", max_length=MESSAGE)
+    at: float = 0.0
+    delay: float | None = None
+
+
+class Failure(BaseModel):
+    """Why a piece of work ended badly: one shape for every part, so that one tool can read them all.
+
+    Thirteen of the fields are the provider document's; the rest is what the other parts add.
+    ``attempts`` counts from 1, as in every table and on every wire.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    # the provider document's thirteen
+    tenant_id: str | None = None
+    campaign_id: str | None = None
+    task_name: str
+    provider_name: str | None = None
+    capability: str | None = None
+    operation: str | None = None
+    idempotency_key: str | None = None
+    correlation_id: str | None = None
+    reason_code: str
+    error_type: str
+    error_message: str = Field("", max_length=MESSAGE)
+    attempts: int = Field(ge=0)
+    occurred_at: float
+
+    # ours
+    transaction_id: str
+    source: str = ""
+    category: Category
+    step: str | None = None
+    final: bool = False
+    still_running: bool = False
+    succeeded_steps: tuple[str, ...] = ()
+    deliveries: int | None = None
+    trace_id: str | None = None
+    history: tuple[Attempt, ...] = ()
+    detail: dict[str, Any] = Field(default_factory=dict)
+
+
+def describe(error: BaseException) -> str:
+    """The error's message, short enough to keep and in characters that every store accepts."""
+    # Undecodable file names put lone surrogates into messages, and PostgreSQL keeps no NUL: a record
+    # that cannot be written would lose the failure it tells of.
+    message = (text(error) or type(error).__qualname__)[: MESSAGE + 1].replace("\0", "\\0")
+    message = message.encode(errors="backslashreplace").decode()
+    return message if len(message) <= MESSAGE else message[: MESSAGE - 1] + "…"

@@ -1,0 +1,39 @@
+"""Exit codes: what a process of ours says about itself when it is gone."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Self
+
+from ergon_framework.task.exceptions import LoopTimeout
+from ergon_framework.task.report import Report
+
+
+class Exit(IntEnum):
+    """Every exit code with what it means; a failed transaction is an outcome and changes none of them."""
+
+    meaning: str
+
+    def __new__(cls, value: int, meaning: str) -> Self:
+        member = int.__new__(cls, value)
+        member._value_ = value
+        member.meaning = meaning
+        return member
+
+    OK = 0, "ended well: the queue was empty, the limit was reached, or a signal came and everything was settled"
+    FAILED = 1, "the loop or the task's lifespan failed; the message says why"
+    USAGE = 2, "the command line, the policy file or the task is wrong; nothing was fetched"
+    TIMEOUT = 3, "the loop's own time, `loop.timeout`, was over"
+    LEFT_BEHIND = 4, "ended, but handlers were still running; their claims ended with the process"
+    FORCED = 70, "the loop or the lifespan did not end within the grace; the process left without it"
+
+
+def exit_of(report: Report | None, error: BaseException | None = None, *, forced: bool = False) -> Exit:
+    """The one code for how a run ended; what failed comes before what was left behind."""
+    if forced:
+        return Exit.FORCED
+    if isinstance(error, LoopTimeout):
+        return Exit.TIMEOUT
+    if error is not None or report is None:
+        return Exit.FAILED
+    return Exit.LEFT_BEHIND if report.abandoned else Exit.OK

@@ -1,0 +1,104 @@
+"""Loading: from ``MODULE:TASK`` to a task, and from a file to a policy, with errors that help."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import tomllib
+import traceback
+from collections.abc import Callable
+from difflib import get_close_matches
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ergon_framework.errors import ConfigurationError
+from ergon_framework.runner.process import Runnable
+from ergon_framework.task.base import AsyncTask, Task
+from ergon_framework.task.mixins.consumer import AsyncConsumerMixin, ConsumerMixin
+from ergon_framework.task.mixins.policies import ConsumerPolicy
+
+_READERS: dict[str, Callable[[str], Any]] = {".toml": tomllib.loads, ".json": json.loads}
+
+
+def load_task(name: str) -> Runnable:
+    """The consumer that *name*, written ``module:task``, stands for."""
+    module_name, colon, attribute = name.partition(":")
+    if not (module_name and colon and attribute):
+        raise ConfigurationError(f"{name!r} names no task; write MODULE:TASK, for example app:charge")
+    if module_name.endswith(".py"):
+        dotted = module_name.removesuffix(".py").strip("./").replace("/", ".")
+        raise ConfigurationError(f"{module_name!r} is a file; name the module: {dotted}:{attribute}")
+    module = _module(module_name)
+    try:
+        found = getattr(module, attribute)
+    except AttributeError:
+        raise ConfigurationError(f"{module_name!r} has no {attribute!r}; {_nearest(module, attribute)}") from None
+    return _checked(found, name=name)
+
+
+def load_policy(path: Path) -> ConsumerPolicy:
+    """The policy in a TOML or JSON file; an unknown key is an error that names the nearest known one."""
+    read = _READERS.get(path.suffix)
+    if read is None:
+        raise ConfigurationError(f"{path} is no policy file; its name must end in {' or '.join(_READERS)}")
+    try:
+        settings = read(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigurationError(f"the policy file {path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigurationError(f"the policy file {path} cannot be parsed: {error}") from error
+    if not isinstance(settings, dict):
+        raise ConfigurationError(f"the policy file {path} must hold a table, not a {type(settings).__name__}")
+    try:
+        return ConsumerPolicy.load(settings)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{path}: {error}") from error
+
+
+def _module(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if missing and f"{name}.".startswith(f"{missing}."):
+            raise ConfigurationError(
+                f"there is no module {missing!r} here or installed; run ergon in the folder that holds it"
+            ) from error
+        raise _broken(name, error) from error
+    except Exception as error:
+        raise _broken(name, error) from error
+
+
+def _broken(name: str, error: Exception) -> ConfigurationError:
+    """The module is there and fails by itself: say where, because that is what has to be mended."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    where = f" ({last.filename}, line {last.lineno})" if "importlib" not in last.filename else ""
+    return ConfigurationError(f"{name!r} cannot be imported: {type(error).__name__}: {error}{where}")
+
+
+def _nearest(module: ModuleType, attribute: str) -> str:
+    tasks = [name for name, value in vars(module).items() if _runnable(value)]
+    near = get_close_matches(attribute, tasks, n=1)
+    if near:
+        return f"did you mean {near[0]!r}?"
+    return f"its tasks are: {', '.join(tasks)}" if tasks else "it holds no task; make one with @consumer(connector)"
+
+
+def _runnable(value: object) -> bool:
+    return isinstance(value, Task | AsyncTask) and isinstance(value, ConsumerMixin | AsyncConsumerMixin)
+
+
+def _checked(found: Any, *, name: str) -> Runnable:
+    if _runnable(found):
+        task: Runnable = found
+        return task
+    if isinstance(found, type):
+        hint = f"a class; make an instance of it: {found.__name__.lower()} = {found.__name__}(connector)"
+    elif isinstance(found, Task | AsyncTask):
+        hint = "a task that only produces; ergon run is for consumers, call produce_transactions in your program"
+    elif callable(found):
+        hint = "a plain function; decorate it with @consumer(connector)"
+    else:
+        hint = f"of type {type(found).__name__}; a task is made with @consumer(connector) or a class with ConsumerMixin"
+    raise ConfigurationError(f"{name!r} is {hint}")

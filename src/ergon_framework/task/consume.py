@@ -1,0 +1,488 @@
+"""The consume loop: fetch what there is room for, start it at once, and end in good order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from ergon_framework.connectors.base import DeadLetter, Delivery, Later, Release
+from ergon_framework.engine.effects import NEVER, Script, Spawn, gone, interrupt, spawn, wait
+from ergon_framework.engine.outcome import Stopped
+from ergon_framework.engine.slots import Done, Freed, Mailbox, Slot
+from ergon_framework.failure import Failure
+from ergon_framework.task.admission import Admission
+from ergon_framework.task.crew import Crew, hear_until
+from ergon_framework.task.exceptions import FetchException, LoopStalled, LoopTimeout
+from ergon_framework.task.fetch import Fetcher
+from ergon_framework.task.gates import Gate, ask
+from ergon_framework.task.lifecycle import Course, lifecycle
+from ergon_framework.task.renew import renew
+from ergon_framework.task.report import End, Kind, Outcome, Report
+from ergon_framework.task.settle import Item, Settler, decide, failure_of, needs_absence
+from ergon_framework.task.watch import Onlooker
+
+if TYPE_CHECKING:
+    from ergon_framework.task.mixins.policies import ConsumerPolicy
+
+#: Something may have arrived.
+WAKE: Final = object()
+
+#: How long settlements may still take once the drain is over.
+FLUSH = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """These claims are gone."""
+
+    receipts: Sequence[Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Broker:
+    """What the loop needs of a connector: callables of the driver's flavour."""
+
+    fetch: Callable[[int], Any]
+    settle: Callable[[Any], Any]
+    extend: Callable[[Any], Any]
+    #: Seconds after which an unrenewed claim ends; None when there is nothing to renew.
+    lease: float | None = None
+
+
+class Consumption:
+    """One run of a consume loop."""
+
+    def __init__(
+        self,
+        course: Course,
+        broker: Broker,
+        policy: ConsumerPolicy,
+        *,
+        name: str,
+        mailbox: Callable[[], Mailbox],
+        fenced: Callable[[], int],
+        gates: tuple[Gate, ...] = (),
+        watch: Onlooker | None = None,
+        on_outcome: Callable[[Outcome], None] | None = None,
+    ) -> None:
+        self._fenced = fenced
+        self._course = course
+        self._senses = course.senses
+        self._broker = broker
+        self._policy = policy
+        self._loop = policy.loop
+        self._name = name
+        self._gates = gates
+        self._watch = watch or Onlooker()
+        self.mailbox = mailbox()
+        self.report = Report()
+        #: Every claim that is held, from fetch to settle.
+        self.claims: dict[Any, Delivery] = {}
+        self._settler = Settler(
+            broker.settle,
+            policy.steps.settle,
+            senses=self._senses,
+            mailbox=mailbox(),
+            report=self.report,
+            watch=self._watch,
+            claims=self.claims,
+            on_outcome=on_outcome,
+        )
+        self._deadline = NEVER
+        self._crew: Crew[Delivery] = Crew(
+            policy.loop.concurrency.value, patience=policy.loop.drain_timeout, clock=self._senses.clock
+        )
+        self._admission = Admission(policy.loop.concurrency.value)
+        self._lost: set[Any] = set()
+        self._aides: set[Slot] = set()
+        self._woken = False
+        self._waking = False
+        #: The one that runs is on its last permitted delivery.
+        self._alone = False
+        self._failure: FetchException | None = None
+
+    @property
+    def live(self) -> bool:
+        """False when every slot has been held by abandoned bodies for too long."""
+        return self._crew.live
+
+    def wake(self, signal: Callable[[Mailbox, Any], None]) -> None:
+        """Something may have arrived; said once, however often the connector says it before it is heard."""
+        if not self._waking:
+            self._waking = True
+            signal(self.mailbox, WAKE)
+
+    def _slots(self) -> tuple[int, int, int]:
+        return len(self._crew.flights), len(self._crew.bodies), len(self._admission)
+
+    # -- the loop -------------------------------------------------------------------------------
+
+    def run(self) -> Script[Report]:
+        """Consume until there is a reason to end; return the report, or raise with it attached."""
+        self._watch.began(self._slots)
+        if self._loop.timeout is not None:
+            self._deadline = self._senses.clock() + self._loop.timeout
+        settling = yield from spawn(self._settler.run(), told=self.mailbox, counted=False)
+        self._aides.add(settling)
+        renewing = None
+        if self._broker.lease is not None:
+            script = renew(
+                self._broker.extend, self.claims, lease=self._broker.lease, senses=self._senses, lost=self._losing
+            )
+            renewing = yield from spawn(script, told=self.mailbox, counted=False)
+            self._aides.add(renewing)
+        end = yield from self._feed()
+        end, until = yield from self._drain(end)
+        yield from self._flush(settling, renewing, until)
+        self.report.end = end
+        self.report.abandoned = len(self._crew.bodies)
+        self.report.fenced = self._fenced()
+        self._watch.over(end)
+        return self._reported(end)
+
+    def _reported(self, end: End) -> Report:
+        report = self.report
+        if self._failure is not None:
+            self._failure.report = report
+            raise self._failure
+        if end is End.TIMEOUT:
+            ended = report.finished
+            raise LoopTimeout(f"the loop's {self._loop.timeout} s are over; {ended} transactions had ended", report)
+        if end is End.STALLED:
+            raise LoopStalled(
+                f"all {self._crew.concurrency} slots are held by bodies that timed out and did not leave "
+                f"for {self._loop.drain_timeout} s; work that may hang belongs into an executor process",
+                report,
+            )
+        return report
+
+    def _feed(self) -> Script[End]:
+        """Fetch and start until there is a reason to end."""
+        fetcher = Fetcher(
+            self._broker.fetch,
+            self._policy.steps.fetch.retry,
+            senses=self._senses,
+            deadline=self._deadline,
+            patient=self._loop.streaming,
+            late=self._came_late,
+        )
+        silence = 0
+        while True:
+            room = yield from self._room()
+            if isinstance(room, End):
+                return room
+            pause = ask(self._gates) if self._gates else None
+            self._hold(None if pause is None else pause.because)
+            if pause is not None:
+                end = yield from self._idle(pause.seconds)
+                if end is not None:
+                    return end
+                continue
+            fetched = yield from self._fetched(fetcher, room)
+            if isinstance(fetched, End):
+                return fetched
+            if fetched:
+                silence = 0
+                for delivery in fetched:
+                    self._admit(delivery)
+                yield from self._fill()
+                continue
+            if not self._loop.streaming:
+                return End.EMPTY
+            end = yield from self._idle(self._loop.empty_queue.delay(silence))
+            silence += 1
+            if end is not None:
+                return end
+
+    def _fetched(self, fetcher: Fetcher, room: int) -> Script[list[Delivery] | End]:
+        report = self.report
+        self._woken = False
+        self._watch.batch(room)
+        report.fetches += 1
+        fetched = yield from fetcher.run(room, self._watch.fetching())
+        if isinstance(fetched, FetchException):
+            self._watch.fetched(None, fetched)
+            self._failure = fetched
+            return End.FETCH
+        if isinstance(fetched, End):
+            self._watch.fetched(None, None)
+            return fetched
+        self._watch.fetched(fetched, None)
+        if not fetched:
+            report.empty_fetches += 1
+        elif len(fetched) > self._loop.batch.size:
+            self._watch.breach(self._loop.batch.size, len(fetched))
+        return fetched
+
+    def _hold(self, reason: str | None) -> None:
+        if reason != self.report.paused:
+            self.report.paused = reason
+            self._watch.paused(reason)
+
+    # -- waiting --------------------------------------------------------------------------------
+
+    def _room(self) -> Script[int | End]:
+        """Wait until it is worth fetching, and say how many may be asked for."""
+        clock, linger = self._senses.clock, self._loop.linger
+        half = (self._crew.concurrency + 1) // 2
+        linger_until: float | None = None
+        while True:
+            if self._loop.limit is not None and self.report.started >= self._loop.limit:
+                return End.LIMIT
+            room, free = self._space(), self._crew.free
+            # Nothing is lost by waiting a moment for more slots: fetches are dearer than moments.
+            if room > 0 and (free >= half or (linger_until is not None and clock() >= linger_until)):
+                return room
+            if room > 0 and linger_until is None:
+                linger_until = clock() + linger
+            end = yield from self._listen(
+                count=max(1, half - free) if room > 0 else 1,
+                until=linger_until if room > 0 and linger_until is not None else NEVER,
+            )
+            if end is not None:
+                return end
+
+    def _idle(self, seconds: float) -> Script[End | None]:
+        """Wait *seconds*, or until something may have arrived."""
+        until = self._senses.clock() + seconds
+        while not self._woken and self._senses.clock() < until:
+            end = yield from self._listen(until=until)
+            if end is not None:
+                return end
+        self._woken = False
+        return None
+
+    def _listen(self, *, count: int = 1, until: float = NEVER) -> Script[End | None]:
+        """Hear what happened, and start what can be started; say if that ends the loop."""
+        clock = self._senses.clock
+        until = min(until, self._deadline, NEVER if self._loop.streaming else self._crew.stall_ends)
+        events = yield from wait(self.mailbox, count=count, until=until)
+        if isinstance(events, Stopped):
+            return End.STOP
+        yield from self._hear(events)
+        yield from self._fill()
+        if clock() >= self._deadline:
+            return End.TIMEOUT
+        if not self.live and not self._loop.streaming:
+            return End.STALLED
+        return None
+
+    def _space(self) -> int:
+        """How many may be asked for: nothing is fetched that could not start."""
+        head = self._admission.head
+        waits_alone = head is not None and head.deliveries >= self._loop.max_deliveries
+        if waits_alone or self._alone or self._settling(self._policy.steps.settle.pending):
+            return 0
+        space = min(self._loop.batch.size, self._crew.free + self._loop.prefetch - self._admission.ready)
+        if self._loop.limit is not None:
+            space = min(space, self._loop.limit - self.report.started - len(self._admission))
+        return space
+
+    # -- what happened --------------------------------------------------------------------------
+
+    def _hear(self, events: list[Any]) -> Script[None]:
+        for event in events:
+            kind = type(event)
+            if kind is Done and event.slot in self._aides:
+                self._aides.discard(event.slot)
+            elif kind is Done or kind is Freed:
+                left = self._crew.hear(event)
+                if left is not None:
+                    self._lost.discard(left.receipt)
+                    self._admission.left(left)
+            elif event is WAKE:
+                self._woken, self._waking = True, False
+            elif kind is Lost:
+                yield from self._claims_lost(event.receipts)
+        self._alone = self._alone and bool(self._crew.flights)
+
+    def lose(self, receipts: Iterable[Any], signal: Callable[[Mailbox, Any], None]) -> None:
+        """These claims are gone, from this moment on; may be said on any thread."""
+        gone_ones = tuple(receipts)
+        self._lost.update(gone_ones)
+        signal(self.mailbox, Lost(gone_ones))
+
+    def _claims_lost(self, receipts: Sequence[Any]) -> Script[None]:
+        for slot, delivery in list(self._crew.flights.items()):
+            if delivery.receipt in receipts:
+                yield from interrupt(slot)
+        # What waits for a slot is dropped when its turn comes; of the others the broker will say
+        # that they are lost when they are settled.
+        here = (*self._crew.flights.values(), *self._crew.bodies.values(), *self._admission)
+        self._lost.intersection_update({delivery.receipt for delivery in here})
+
+    def _losing(self, receipts: list[Any]) -> None:
+        self.lose(receipts, _urgently)
+
+    # -- admission ------------------------------------------------------------------------------
+
+    def _admit(self, delivery: Delivery) -> None:
+        """Give a delivery its place: a slot, a queue, or the way back."""
+        transaction, loop = delivery.transaction, self._loop
+        self.claims[delivery.receipt] = delivery
+        reason = self._refusal(delivery)
+        if reason is not None:
+            self._refuse(delivery, reason)
+            return
+        if loop.limit is not None and self.report.started + len(self._admission) >= loop.limit:
+            self._give_back(delivery, "limit")
+            return
+        obstacle = self._admission.admit(delivery)
+        if obstacle is not None:
+            later = Later(loop.identity_delay, attempts=transaction.attempts, history=transaction.history)
+            self._settler.put(Item(delivery, later, Outcome(transaction, Kind.DEFERRED, reason=obstacle)))
+
+    def _refusal(self, delivery: Delivery) -> str | None:
+        """Why a delivery is settled before any lifecycle, if it is."""
+        if delivery.error is not None:
+            return "undecodable"
+        if delivery.deliveries > self._loop.max_deliveries:
+            return "max_deliveries"
+        expires_at = delivery.transaction.expires_at
+        if expires_at is not None and expires_at <= self._senses.wall():
+            return "expired"
+        return None
+
+    def _refuse(self, delivery: Delivery, reason: str) -> None:
+        self.report.refused[reason] = self.report.refused.get(reason, 0) + 1
+        self._watch.refused(delivery, reason)
+        outcome = Outcome(delivery.transaction, reason=reason)
+        outcome.error = delivery.error
+        more = {"reason_code": reason, "deliveries": delivery.deliveries}
+        failure = self._failure_of(outcome).model_copy(update=more)
+        self._settler.put(Item(delivery, DeadLetter(reason, failure), None))
+
+    def _give_back(self, delivery: Delivery, reason: str) -> None:
+        settlement = None if delivery.receipt in self._lost else Release()
+        self._settler.put(Item(delivery, settlement, Outcome(delivery.transaction, Kind.RELEASED, reason=reason)))
+
+    def _came_late(self, deliveries: Sequence[Delivery]) -> None:
+        """A fetch that nobody waited for any more brought something after all."""
+        for delivery in deliveries:
+            self._give_back(delivery, "late")
+
+    def _fill(self) -> Script[None]:
+        """Start what is held, as far as there are slots."""
+        while self._crew.free > 0 and self._may_start():
+            delivery = self._admission.next()
+            if delivery.receipt in self._lost:
+                self._give_back(delivery, "lost")
+                self._lost.discard(delivery.receipt)
+                self._admission.left(delivery)
+                self._alone = False
+                continue
+            self.report.started += 1
+            # Bare, not through spawn(): a generator for every transaction would cost as much as the effect.
+            slot: Slot = yield Spawn(self._handled(delivery), self.mailbox, counted=True)
+            self._crew.flights[slot] = delivery
+
+    def _may_start(self) -> bool:
+        """Whether the next one may start beside those that run.
+
+        The last permitted delivery of a transaction runs alone: if it takes the process with it,
+        nobody else pays for that with a delivery.
+        """
+        head = self._admission.head
+        if head is None or self._alone:
+            return False
+        if head.deliveries < self._loop.max_deliveries:
+            return True
+        self._alone = not self._crew.flights and not self._settling()
+        return self._alone
+
+    def _settling(self, most: int = 1) -> bool:
+        """Whether *most* or more are still to be settled; if so, the loop is told when that changes."""
+        if self._settler.pending < most:
+            return False
+        # In this order: what is settled from here on tells us, what was settled before we see.
+        self._settler.blocked = self.mailbox
+        return self._settler.pending >= most
+
+    def _handled(self, delivery: Delivery) -> Script[None]:
+        """One transaction, from its start to its being handed over to be settled."""
+        transaction = delivery.transaction
+        outcome = yield from lifecycle(self._course, transaction, self._watch.begin(transaction, delivery))
+        if delivery.receipt in self._lost:
+            outcome.kind, outcome.reason = Kind.RELEASED, "lost"
+            self._settler.put(Item(delivery, None, outcome))
+            return
+        settlement = decide(outcome, self._policy.steps.settle, self._failure_of)
+        if outcome.still_running and needs_absence(settlement):
+            # Somebody else must not begin while the body is still in there. When the loop ends it
+            # is asked to leave, but there is no time left to wait for it.
+            until = self._senses.clock() if outcome.reason == "stop" else NEVER
+            if (yield from gone(_body(outcome), until)) is not True:
+                self._settler.put(Item(delivery, None, outcome))
+                return
+        self._settler.put(Item(delivery, settlement, outcome))
+
+    def _failure_of(self, outcome: Outcome) -> Failure:
+        trace_id = self._watch.trace_id(outcome)
+        return failure_of(outcome, task=self._name, at=self._senses.wall(), trace_id=trace_id)
+
+    # -- the end --------------------------------------------------------------------------------
+
+    def _drain(self, end: End) -> Script[tuple[End, float]]:
+        """Let what runs come to its end; give back what must not start. Answers how long that may have taken."""
+        until = NEVER
+        if end not in (End.EMPTY, End.LIMIT):
+            until = self._no_more(end)
+        asked = end is End.STOP
+        while self._crew.flights or len(self._admission):
+            if self._senses.clock() >= until:
+                break
+            ended = yield from self._listen_until(until)
+            if ended is None:
+                continue
+            if asked:
+                until = self._senses.clock()  # a second stop: no more patience, nor much for settling
+                break
+            asked = ended is End.STOP
+            if until == NEVER:
+                end = ended
+                until = self._no_more(end)
+        yield from self._crew.dismiss(self.mailbox, self._hear)
+        return end, until
+
+    def _listen_until(self, until: float) -> Script[End | None]:
+        if until == NEVER:
+            return (yield from self._listen())
+        events = yield from wait(self.mailbox, until=until)
+        if isinstance(events, Stopped):
+            return End.STOP
+        yield from self._hear(events)
+        return None
+
+    def _no_more(self, end: End) -> float:
+        """Give back what has not begun; the moment when the drain is over."""
+        for delivery in self._admission.clear():
+            self._give_back(delivery, end.value)
+        return NEVER if end is End.FETCH else self._senses.clock() + self._loop.drain_timeout
+
+    def _flush(self, settling: Slot, renewing: Slot | None, until: float) -> Script[None]:
+        """Have everything settled; then nothing needs to be renewed."""
+        self._settler.close()
+        clock = self._senses.clock
+        # A loop that was not told to end has until its own time is over, as if it still drained.
+        until = max(clock(), self._deadline + self._loop.drain_timeout if until == NEVER else until) + FLUSH
+        while settling in self._aides:
+            events = yield from wait(self.mailbox, until=until)
+            if isinstance(events, Stopped):
+                until = min(until, clock() + FLUSH)
+                continue
+            yield from self._hear(events)
+            if clock() >= until:
+                yield from interrupt(settling)
+                until = NEVER
+        if renewing is not None:
+            yield from interrupt(renewing)
+            yield from hear_until(lambda: renewing not in self._aides, self.mailbox, self._hear)
+
+
+def _urgently(mailbox: Mailbox, item: Any) -> None:
+    mailbox.put(item, urgent=True)
+
+
+def _body(outcome: Outcome) -> Any:
+    return outcome.body

@@ -1,0 +1,83 @@
+"""What user code raises, and what the loops raise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ergon_framework.errors import Category, ConnectionLost, ErgonError
+
+__all__ = [
+    "BusinessError",
+    "Category",
+    "ConnectionLost",
+    "FetchException",
+    "FetchTimeoutException",
+    "LoopStalled",
+    "LoopTimeout",
+    "TransactionException",
+]
+
+
+class TransactionException(ErgonError):
+    """A failure of one transaction, with its category: SYSTEM unless it, or its class, says otherwise.
+
+    ``still_running`` is true when the body that timed out had not left when this was handed to
+    the exception handler: it may still act.
+    """
+
+    still_running: bool = False
+
+    def __init__(
+        self,
+        message: str = "",
+        category: Category | None = None,
+        *,
+        retry_after: float | None = None,
+        final: bool | None = None,
+        code: str | None = None,
+    ) -> None:
+        super().__init__(message, category=category, retry_after=retry_after, final=final, code=code)
+
+
+class BusinessError(TransactionException):
+    """The short form of a BUSINESS failure: the work is impossible, not the machinery."""
+
+    category = Category.BUSINESS
+
+    def __init__(self, message: str = "", *, code: str | None = None) -> None:
+        super().__init__(message, code=code)
+
+
+class FetchException(ErgonError):
+    """The connector could not be read and the fetch budget is spent; the loop has ended."""
+
+    code = "fetch"
+    report: Any = None
+
+
+class FetchTimeoutException(FetchException):
+    """The last permitted fetch did not answer in time."""
+
+    category = Category.TIMEOUT
+    code = "fetch_timeout"
+
+
+class LoopTimeout(ErgonError, TimeoutError):
+    """The loop's own time is over; ``report`` says what became of every transaction."""
+
+    category = Category.TIMEOUT
+    code = "loop_timeout"
+
+    def __init__(self, message: str = "", report: Any = None) -> None:
+        super().__init__(message)
+        self.report = report
+
+
+class LoopStalled(ErgonError):
+    """Every slot is held by a body that was abandoned; ``report`` says by which."""
+
+    code = "loop_stalled"
+
+    def __init__(self, message: str = "", report: Any = None) -> None:
+        super().__init__(message)
+        self.report = report

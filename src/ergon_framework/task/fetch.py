@@ -1,0 +1,107 @@
+"""Fetching: the one call to a connector that may be slow, fail, hang or find the line down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from ergon_framework.connectors.base import Delivery
+from ergon_framework.engine.effects import Call, Script, call, gone, sleep
+from ergon_framework.engine.outcome import Err, Expired, Ok, Stopped
+from ergon_framework.errors import Category, ConnectionLost, ErgonError
+from ergon_framework.task.exceptions import FetchException, FetchTimeoutException
+from ergon_framework.task.report import End
+
+if TYPE_CHECKING:
+    from ergon_framework.engine.attempts import StepWatch
+    from ergon_framework.engine.senses import Senses
+    from ergon_framework.task.mixins.policies import RetryPolicy
+
+Fetched: TypeAlias = list[Delivery] | End | FetchException
+
+
+class Fetcher:
+    """Fetches under ``fetch.retry``; two fetches never overlap."""
+
+    def __init__(
+        self,
+        fetch: Callable[[int], Any],
+        retry: RetryPolicy,
+        *,
+        senses: Senses,
+        deadline: float,
+        patient: bool,
+        late: Callable[[Sequence[Delivery]], None],
+    ) -> None:
+        self._fetch = fetch
+        self._retry = retry
+        self._senses = senses
+        #: When the loop's own time is over.
+        self._deadline = deadline
+        #: A lost connection is waited out instead of spending the budget.
+        self._patient = patient
+        self._late = late
+
+    def run(self, room: int, watch: StepWatch | None) -> Script[Fetched]:
+        """Deliveries; or why the loop ends instead."""
+        clock, retry = self._senses.clock, self._retry
+        number = lost = 0
+        while True:
+            now = clock()
+            until = self._deadline if retry.timeout is None else min(self._deadline, now + retry.timeout)
+            context = None if watch is None else watch.attempt(number)
+            answer: Any = yield from call(Call("fetch", self._fetch, (room,), until, None, context, self._late))
+            error = yield from self._error(answer)
+            if watch is not None:
+                watch.attempted(number, error if isinstance(error, BaseException) else None)
+            if error is None:
+                return list(answer.value)
+            if isinstance(error, End):
+                return error
+            if self._patient and isinstance(error.__cause__, ConnectionLost):
+                delay = retry.delay(lost, self._senses.dice)
+                lost += 1
+            elif error.final or number + 1 >= retry.max_attempts:
+                return error
+            else:
+                delay = retry.delay(number, self._senses.dice)
+                number += 1
+            ended = yield from self._waited(max(delay, error.retry_after or 0.0))
+            if ended is not None:
+                return ended
+
+    def _error(self, answer: Ok | Err | Expired | Stopped) -> Script[FetchException | End | None]:
+        """How a fetch failed, or why the loop ends; None if it did not fail."""
+        if isinstance(answer, Ok):
+            return None
+        if isinstance(answer, Err):
+            return _read(answer.error)
+        now = self._senses.clock()
+        over = isinstance(answer, Stopped) or now >= self._deadline
+        left: bool | Stopped = True
+        if answer.body is not None:
+            left = yield from gone(answer.body, now if over else now + self._retry.abandon_grace)
+        if isinstance(answer, Stopped) or isinstance(left, Stopped):
+            return End.STOP
+        if over:
+            return End.TIMEOUT
+        error = FetchTimeoutException(f"the connector did not answer within {self._retry.timeout} s")
+        if not left:
+            # A second fetch beside one that still runs could hand out what nobody waits for.
+            error.final = True
+        return error
+
+    def _waited(self, delay: float) -> Script[End | None]:
+        until = self._senses.clock() + delay
+        if (yield from sleep(min(until, self._deadline))) is not None:
+            return End.STOP
+        return End.TIMEOUT if self._senses.clock() >= self._deadline else None
+
+
+def _read(cause: BaseException) -> FetchException:
+    error = FetchException(f"the connector could not be read: {type(cause).__name__}: {cause}")
+    if isinstance(cause, ErgonError):
+        error.final = cause.final or cause.category is Category.BUSINESS
+        error.retry_after = cause.retry_after
+    error.__cause__ = cause
+    return error

@@ -1,0 +1,196 @@
+"""The lifecycle: PROCESS, then SUCCESS; or EXCEPTION, exactly once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ergon_framework.connectors.base import Ack, DeadLetter, Later, Settlement
+from ergon_framework.engine.attempts import Deferred, Ended, Failed, Step, StepWatch, attempts
+from ergon_framework.engine.effects import NEVER, Script
+from ergon_framework.engine.outcome import Ok, Stopped
+from ergon_framework.errors import Category, ErgonError
+from ergon_framework.failure import Attempt, describe
+from ergon_framework.task.exceptions import TransactionException
+from ergon_framework.task.report import Kind, Outcome
+from ergon_framework.transaction import HISTORY, Transaction
+
+if TYPE_CHECKING:
+    from ergon_framework.engine.senses import Senses
+
+
+class Watch(Protocol):
+    """Somebody who wants to see one transaction's lifecycle."""
+
+    def step(self, step: Step) -> StepWatch | None:
+        """A step begins."""
+
+    def stepped(self, ended: Ended) -> None:
+        """It is over."""
+
+    def ended(self, outcome: Outcome) -> None:
+        """The lifecycle is over."""
+
+
+class Course:
+    """What all lifecycles of a loop have in common."""
+
+    __slots__ = ("exception", "plain", "process", "senses", "success", "timeout")
+
+    def __init__(
+        self,
+        process: Step,
+        success: Step,
+        exception: Step,
+        *,
+        senses: Senses,
+        timeout: float | None = None,
+        plain: bool = False,
+    ) -> None:
+        self.process = process
+        self.success = success
+        self.exception = exception
+        self.senses = senses
+        self.timeout = timeout
+        #: Nobody wrote a success handler. Unless somebody looks on, none is called.
+        self.plain = plain
+
+
+def classify(error: BaseException) -> TransactionException:
+    """Give any failure of process or produce its verdict; one that already has it keeps it."""
+    if isinstance(error, TransactionException):
+        return error
+    if isinstance(error, ErgonError):
+        return _wrapped(error, error.category, verdict=error)
+    return _wrapped(error, Category.SYSTEM)
+
+
+def classify_handler(error: BaseException) -> TransactionException:
+    """Handlers have no business failures: whatever they raise is ours to retry."""
+    if isinstance(error, TransactionException) and error.category is Category.SYSTEM:
+        return error
+    return _wrapped(error, Category.SYSTEM, verdict=error if isinstance(error, ErgonError) else None)
+
+
+def expired(message: str) -> TransactionException:
+    """A TIMEOUT: the engine's own scope is over."""
+    return TransactionException(message, Category.TIMEOUT, code="timeout")
+
+
+def _wrapped(error: BaseException, category: Category, verdict: ErgonError | None = None) -> TransactionException:
+    message = f"{type(error).__name__}: {error}" if verdict is None else str(error)
+    wrapped = TransactionException(message, category)
+    if verdict is not None:
+        wrapped.retry_after, wrapped.final, wrapped.code = verdict.retry_after, verdict.final, verdict.code
+    wrapped.__cause__ = error
+    return wrapped
+
+
+def lifecycle(course: Course, transaction: Transaction, watch: Watch | None = None) -> Script[Outcome]:
+    """Take one transaction from its start to exactly one outcome."""
+    outcome = Outcome(transaction)
+    step, began = course.process, course.senses.clock()
+    limit = NEVER if course.timeout is None else began + course.timeout
+    # Attempts of earlier deliveries count, but a transaction that was delivered is tried.
+    first = min(transaction.attempts, step.retry.max_attempts - 1) if step.defers else 0
+    seen = None if watch is None else watch.step(step)
+    done = yield from attempts(
+        step, (transaction,), outcome.notes, transaction, course.senses, limit=limit, watch=seen, first=first
+    )
+    _stepped(course, outcome, step, done, began, watch)
+    # Every attempt but a successful one has left a note.
+    outcome.attempts = _carried(course, transaction) + len(outcome.notes)
+    if type(done) is Ok:
+        outcome.attempts += 1
+        outcome.processed = True
+        outcome.result = done.value
+        if watch is not None or not course.plain:
+            done = yield from _step(course, course.success, (transaction, done.value), outcome, limit, watch)
+    if type(done) is Ok:
+        outcome.kind = Kind.SUCCEEDED
+        outcome.settlement = _asked(done.value) or _asked(outcome.result)
+    elif type(done) is Failed:
+        done = yield from _failed(course, outcome, done, watch)
+    if type(done) is Deferred:
+        _deferred(outcome, done)
+    elif type(done) is Stopped:
+        _stopped(course, outcome, done)
+    if watch is not None:
+        watch.ended(outcome)
+    return outcome
+
+
+def _failed(course: Course, outcome: Outcome, failed: Failed, watch: Watch | None) -> Script[Ended]:
+    """Tell the exception handler. The lifecycle's deadline does not bind it: it has to be told of that too."""
+    error: Any = failed.error
+    error.still_running = failed.body is not None
+    outcome.error, outcome.body = error, failed.body
+    done = yield from _step(course, course.exception, (outcome.transaction, error), outcome, NEVER, watch)
+    if type(done) is Ok:
+        outcome.kind = Kind.FAILED
+        outcome.settlement = _asked(done.value)
+    elif type(done) is Failed:
+        outcome.kind = Kind.HANDLER_FAILED
+        outcome.handler_error = done.error
+        outcome.body = done.body or outcome.body
+    return done
+
+
+def _step(  # noqa: PLR0917 - keywords cost more, and this is done for every transaction
+    course: Course, step: Step, args: tuple[Any, ...], outcome: Outcome, limit: float, watch: Watch | None
+) -> Script[Ended]:
+    began = course.senses.clock()
+    seen = None if watch is None else watch.step(step)
+    done = yield from attempts(step, args, outcome.notes, outcome.transaction, course.senses, limit=limit, watch=seen)
+    _stepped(course, outcome, step, done, began, watch)
+    return done
+
+
+def _stepped(  # noqa: PLR0917 - as above
+    course: Course, outcome: Outcome, step: Step, done: Ended, began: float, watch: Watch | None
+) -> None:
+    if watch is not None:
+        watch.stepped(done)
+    outcome.durations[step.name] = course.senses.clock() - began
+
+
+def _deferred(outcome: Outcome, deferred: Deferred) -> None:
+    outcome.kind = Kind.DEFERRED
+    outcome.error = deferred.error
+    outcome.settlement = Later(deferred.delay, attempts=outcome.attempts, history=history(outcome))
+
+
+def _stopped(course: Course, outcome: Outcome, stopped: Stopped) -> None:
+    """Given back as it came: no attempt of this delivery counts."""
+    outcome.kind = Kind.RELEASED
+    outcome.reason = "stop"
+    outcome.attempts = _carried(course, outcome.transaction)
+    outcome.error = None
+    outcome.body = stopped.body or outcome.body
+
+
+def _carried(course: Course, transaction: Transaction) -> int:
+    """The attempts of earlier deliveries; what is produced has none."""
+    return transaction.attempts if course.process.defers else 0
+
+
+def _asked(value: Any) -> Settlement | None:
+    if value is None:
+        return None
+    return value if isinstance(value, Ack | Later | DeadLetter) else None
+
+
+def history(outcome: Outcome) -> tuple[Attempt, ...]:
+    """The last attempts, those of earlier deliveries included, as they travel with the transaction."""
+    new = tuple(
+        Attempt(
+            attempt=note.attempt,
+            category=note.error.category,
+            code=note.error.code,
+            error=describe(note.error),
+            at=note.at,
+            delay=note.delay,
+        )
+        for note in outcome.notes
+        if note.step not in ("success", "exception")
+    )
+    return (outcome.transaction.history + new)[-HISTORY:]

@@ -1,0 +1,59 @@
+"""The loops that a task is running: how they are found, stopped and asked how they are."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+
+class Running(Protocol):
+    """A loop in progress, as probes see it."""
+
+    @property
+    def live(self) -> bool: ...
+
+
+class Loops:
+    """The loops of one task; they can be stopped from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: dict[object, tuple[Running, Callable[[], None]]] = {}
+
+    @contextmanager
+    def entered(self, running: Running, stop: Callable[[], None]) -> Iterator[None]:
+        """Known as running for as long as this lasts."""
+        token = object()
+        with self._lock:
+            self._running[token] = running, stop
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._running[token]
+
+    def stop(self) -> None:
+        """Ask every running loop to drain and end; asked a second time, they end at once."""
+        with self._lock:
+            stops = [stop for _, stop in self._running.values()]
+        for stop in stops:
+            stop()
+
+    @property
+    def live(self) -> bool:
+        """Whether every loop can still start something."""
+        with self._lock:
+            return all(running.live for running, _ in self._running.values())
+
+
+_loops: WeakKeyDictionary[Any, Loops] = WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def loops_of(task: object) -> Loops:
+    """The loops of *task*. They are kept beside it, because a mixin has no constructor to make them in."""
+    with _lock:
+        return _loops.setdefault(task, Loops())

@@ -1,0 +1,319 @@
+"""Policies: every number the engine obeys, as frozen trees that refuse what they do not know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from difflib import get_close_matches
+from typing import Annotated, Any, Literal, Self, TypeAlias
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationError,
+    model_validator,
+)
+
+from ergon_framework.engine import backoff as waiting
+from ergon_framework.errors import ConfigurationError
+
+Seconds: TypeAlias = Annotated[float, Field(ge=0)]
+TimeLimit: TypeAlias = Annotated[float, Field(gt=0)] | None
+Count: TypeAlias = Annotated[int, Field(ge=1)]
+#: What becomes of a transaction that failed.
+Verdict: TypeAlias = Literal["dead_letter", "ack"]
+
+
+class Frozen(Mapping[str, Any]):
+    """A mapping that nobody can change and that shows no values: they may be secret.
+
+    The values themselves are shared, not copied. Unlike the standard read-only view it can be
+    pickled and copied, so a policy can travel to another process.
+    """
+
+    __slots__ = ("_items",)
+
+    def __init__(self, items: Mapping[str, Any]) -> None:
+        self._items = dict(items)
+
+    def __getitem__(self, key: str) -> Any:
+        return self._items[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __repr__(self) -> str:
+        return f"Frozen({len(self)} hidden)"
+
+
+class Policy(BaseModel):
+    """What all policies share: frozen, defaults checked, ``"3"`` is no number, unknown keys are errors."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        validate_default=True,
+        strict=True,
+        allow_inf_nan=False,
+        # What was passed may hold secrets (FetchPolicy.extra); a message must not repeat it.
+        hide_input_in_errors=True,
+    )
+
+    @classmethod
+    def load(cls, settings: Mapping[str, Any]) -> Self:
+        """The policy that *settings*, plain mappings all the way down, describe.
+
+        A part that names only some keys keeps the rest of that place's defaults.
+        """
+        try:
+            return cls.model_validate(settings)
+        except ValidationError as error:
+            raise ConfigurationError(_explained(cls, error)) from error
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_and_completed(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping):
+            return given
+        unknown = [_unknown(key, cls) for key in given if key not in cls.model_fields]
+        if unknown:
+            raise ValueError("; ".join(unknown))
+        return {key: cls._completed(key, value) for key, value in given.items()}
+
+    @classmethod
+    def _completed(cls, key: str, value: Any) -> Any:
+        # Without this, raising max_attempts of the fetch step in a file would silently change its
+        # timeout from the fetch step's to the general one.
+        default = cls.model_fields[key].default
+        if isinstance(value, Mapping) and isinstance(default, Policy):
+            return {name: getattr(default, name) for name in default.model_fields_set} | dict(value)
+        return value
+
+
+def _unknown(key: object, policy: type[Policy]) -> str:
+    near = get_close_matches(str(key), policy.model_fields, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(policy.model_fields)}"
+    return f"unknown key {key!r} in {policy.__name__}; {hint}"
+
+
+def _explained(policy: type[Policy], error: ValidationError) -> str:
+    faults = []
+    for fault in error.errors(include_url=False):
+        place = ".".join(str(part) for part in fault["loc"]) or policy.__name__
+        value = fault["input"]
+        # Text and mappings are not repeated: they may hold secrets.
+        shown = f", not {value!r:.40}" if isinstance(value, int | float | None) else ""
+        faults.append(f"{place}: {fault['msg'].removeprefix('Value error, ')}{shown}")
+    return f"{policy.__name__} cannot be loaded: " + "; ".join(faults)
+
+
+# -- waiting and trying again ---------------------------------------------------------------------
+
+
+class RetryPolicy(Policy):
+    """How often a step is tried, how long one attempt may take, and how long to wait in between."""
+
+    max_attempts: Count = Field(default=3, description="Attempts in all, the first one included.")
+    timeout: TimeLimit = Field(default=60.0, description="Seconds one attempt may take; null means no limit.")
+    backoff: Seconds = Field(default=1.0, description="Seconds to wait after the first attempt.")
+    multiplier: float = Field(default=2.0, ge=1, description="Factor by which each wait exceeds the one before.")
+    cap: Seconds = Field(default=30.0, description="Longest wait in seconds, before jitter; 0 means no cap.")
+    jitter: float = Field(default=0.0, ge=0, le=1, description="Share of a wait by which it varies to either side.")
+    hold: Seconds = Field(
+        default=30.0, description="Longest wait in seconds that a process step sleeps; beyond, it defers."
+    )
+    abandon_grace: Seconds = Field(
+        default=5.0, description="Seconds a timed-out body is given to leave before going on."
+    )
+
+    def delay(self, attempt: int, dice: Callable[[], float] | None = None) -> float:
+        """Seconds to wait after *attempt*, the first being 0; without *dice* there is no jitter."""
+        seconds = waiting.delay(attempt, backoff=self.backoff, multiplier=self.multiplier, cap=self.cap)
+        return seconds if dice is None else waiting.jittered(seconds, self.jitter, dice)
+
+
+class EmptyQueuePolicy(Policy):
+    """How long a streaming loop waits after a fetch that brought nothing."""
+
+    backoff: Seconds = Field(default=0.5, description="Seconds to wait after the first empty fetch.")
+    multiplier: float = Field(default=2.0, ge=1, description="Factor by which each wait exceeds the one before.")
+    cap: Seconds = Field(default=5.0, description="Longest wait in seconds; 0 means no cap.")
+
+    def delay(self, attempt: int) -> float:
+        """Seconds to wait after that many empty fetches in a row, the first being 0."""
+        return waiting.delay(attempt, backoff=self.backoff, multiplier=self.multiplier, cap=self.cap)
+
+
+class ConcurrencyPolicy(Policy):
+    """How many transactions run at once."""
+
+    value: Count = Field(default=10, description="Slots: transactions with a running body at any one time.")
+
+
+class BatchPolicy(Policy):
+    """How many transactions are taken at once."""
+
+    size: Count = Field(default=10, description="Largest number of transactions in one fetch or one batch.")
+
+
+# -- steps ----------------------------------------------------------------------------------------
+
+
+class StepPolicy(Policy):
+    """What every step has."""
+
+    retry: RetryPolicy = Field(default=RetryPolicy(), description="How the step is tried again.")
+
+
+class FetchPolicy(StepPolicy):
+    """How the connector is asked for transactions."""
+
+    retry: RetryPolicy = Field(default=RetryPolicy(timeout=30.0), description="How a failed fetch is tried again.")
+    # Kept out of representations: it goes to the connector as it is and may hold secrets.
+    extra: Annotated[Mapping[str, Any], AfterValidator(Frozen), PlainSerializer(dict)] = Field(
+        default_factory=dict, repr=False, description="Keyword arguments handed to the connector's fetch; never logged."
+    )
+
+
+class ProcessPolicy(StepPolicy):
+    """How a transaction is processed."""
+
+
+class ProducePolicy(StepPolicy):
+    """How a transaction is produced."""
+
+
+class SuccessPolicy(StepPolicy):
+    """How the success handler runs."""
+
+
+class ExceptionPolicy(StepPolicy):
+    """How the exception handler runs; its attempts always have a time limit."""
+
+    @model_validator(mode="after")
+    def _always_ends(self) -> Self:
+        if self.retry.timeout is None:
+            raise ValueError(
+                "retry.timeout of the exception step must be a number, not null: the transaction's own timeout "
+                "does not bind this step, so nothing else would end a handler that hangs"
+            )
+        return self
+
+
+class SettlePolicy(StepPolicy):
+    """How outcomes are told to the broker, many at a time."""
+
+    retry: RetryPolicy = Field(
+        default=RetryPolicy(max_attempts=5, timeout=30.0, backoff=0.1, cap=5.0),
+        description="How a failed settlement is tried again.",
+    )
+    on_business: Verdict = Field(default="dead_letter", description="What becomes of a BUSINESS failure.")
+    on_system: Verdict = Field(default="dead_letter", description="What becomes of a SYSTEM failure.")
+    on_timeout: Verdict = Field(default="dead_letter", description="What becomes of a TIMEOUT failure.")
+    linger: Seconds = Field(default=0.002, description="Seconds a settlement waits for others to share a call with.")
+    group: Count = Field(default=100, description="Largest number of settlements in one call.")
+    pending: Count = Field(default=1000, description="Transactions that may wait for their settlement at any one time.")
+
+    @model_validator(mode="after")
+    def _group_fits(self) -> Self:
+        if self.group > self.pending:
+            raise ValueError(
+                f"group is {self.group} but only {self.pending} settlements may be pending, so a group would never "
+                "be full; lower group or raise pending"
+            )
+        return self
+
+
+# -- the consumer ---------------------------------------------------------------------------------
+
+
+class ConsumerLoopPolicy(Policy):
+    """How a consumer's loop runs, whatever it handles."""
+
+    concurrency: ConcurrencyPolicy = Field(
+        default=ConcurrencyPolicy(), description="How many transactions run at once."
+    )
+    batch: BatchPolicy = Field(default=BatchPolicy(), description="How many transactions one fetch may bring.")
+    prefetch: int = Field(default=0, ge=0, description="Transactions that may be held beyond the free slots.")
+    linger: Seconds = Field(default=0.002, description="Seconds to wait for more slots to be free before a fetch.")
+    streaming: bool = Field(default=False, description="Whether the loop goes on after an empty fetch.")
+    empty_queue: EmptyQueuePolicy = Field(
+        default=EmptyQueuePolicy(), description="How a streaming loop waits for work."
+    )
+    timeout: TimeLimit = Field(default=None, description="Seconds the whole loop may take; null means no limit.")
+    transaction_timeout: TimeLimit = Field(
+        default=None,
+        description="Seconds process and success of one transaction may take, waits included; null: no limit.",
+    )
+    limit: Annotated[int, Field(ge=0)] | None = Field(
+        default=None, description="Transactions to start in all; null means no limit."
+    )
+    drain_timeout: Seconds = Field(
+        default=30.0, description="Seconds running work is given to end when the loop stops."
+    )
+    identity_delay: Seconds = Field(
+        default=1.0, description="Seconds after which a delivery comes again whose transaction is already running here."
+    )
+    max_deliveries: Count = Field(
+        default=10, description="Deliveries of one transaction before it becomes a dead letter."
+    )
+
+
+class ConsumerSteps(Policy):
+    """The steps of a consumed transaction."""
+
+    fetch: FetchPolicy = Field(default=FetchPolicy(), description="Asking the connector for transactions.")
+    process: ProcessPolicy = Field(default=ProcessPolicy(), description="The work itself.")
+    success: SuccessPolicy = Field(default=SuccessPolicy(), description="The handler after success.")
+    exception: ExceptionPolicy = Field(default=ExceptionPolicy(), description="The handler after failure.")
+    settle: SettlePolicy = Field(default=SettlePolicy(), description="Telling the broker how it ended.")
+
+
+class ConsumerPolicy(Policy):
+    """Everything a consumer obeys."""
+
+    loop: ConsumerLoopPolicy = Field(default=ConsumerLoopPolicy(), description="How the loop runs.")
+    steps: ConsumerSteps = Field(default=ConsumerSteps(), description="How each step runs.")
+
+
+# -- the producer ---------------------------------------------------------------------------------
+
+
+class ProducerLoopPolicy(Policy):
+    """How a producer's call runs, whatever it produces."""
+
+    concurrency: ConcurrencyPolicy = Field(
+        default=ConcurrencyPolicy(), description="How many transactions run at once."
+    )
+    batch: BatchPolicy = Field(default=BatchPolicy(), description="How many transactions make one batch.")
+    timeout: TimeLimit = Field(default=None, description="Seconds the whole call may take; null means no limit.")
+    transaction_timeout: TimeLimit = Field(
+        default=None,
+        description="Seconds produce and success of one transaction may take, waits included; null: no limit.",
+    )
+    limit: Annotated[int, Field(ge=0)] | None = Field(
+        default=None, description="Transactions to start in all; null means no limit."
+    )
+    drain_timeout: Seconds = Field(
+        default=30.0, description="Seconds running work is given to end after the call's timeout."
+    )
+
+
+class ProducerSteps(Policy):
+    """The steps of a produced transaction."""
+
+    produce: ProducePolicy = Field(default=ProducePolicy(), description="The work itself.")
+    success: SuccessPolicy = Field(default=SuccessPolicy(), description="The handler after success.")
+    exception: ExceptionPolicy = Field(default=ExceptionPolicy(), description="The handler after failure.")
+
+
+class ProducerPolicy(Policy):
+    """Everything a producer obeys."""
+
+    loop: ProducerLoopPolicy = Field(default=ProducerLoopPolicy(), description="How the call runs.")
+    steps: ProducerSteps = Field(default=ProducerSteps(), description="How each step runs.")

@@ -1,0 +1,103 @@
+"""The outline of a loop's spans: their names, and the attributes that all of one kind share.
+
+It is made once per loop, so that a transaction only adds what is its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ergon_framework.task.mixins.policies import ConsumerPolicy, ProducerPolicy, RetryPolicy
+from ergon_framework.telemetry.names import Attribute, Span
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutline:
+    """The span of a step, and those of its attempts."""
+
+    name: str
+    attributes: Mapping[str, Any]
+    attempt_name: str
+    attempt_attributes: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """All spans of one loop."""
+
+    task: str
+    kind: Literal["consumer", "producer"]
+    root: str
+    transaction: str
+    #: Of the root and of each transaction.
+    attributes: Mapping[str, Any]
+    steps: Mapping[str, StepOutline]
+
+    @property
+    def everyday(self) -> tuple[str, str]:
+        """The steps of a transaction that succeeds."""
+        return ("process" if self.kind == "consumer" else "produce"), "success"
+
+
+def consuming(task: str, policy: ConsumerPolicy) -> Outline:
+    """The outline of a consume loop."""
+    steps = policy.steps
+    return Outline(
+        task,
+        "consumer",
+        Span.CONSUME_TRANSACTIONS,
+        Span.START_PROCESSING,
+        _shared(task, policy),
+        dict(
+            (
+                _step(task, "fetch", steps.fetch.retry, Span.FETCH_TRANSACTIONS, Span.FETCH_TRANSACTIONS_ATTEMPT),
+                _step(task, "process", steps.process.retry, Span.PROCESS, Span.PROCESS_ATTEMPT),
+                _step(task, "success", steps.success.retry, Span.HANDLE_SUCCESS, Span.HANDLE_SUCCESS_ATTEMPT),
+                _step(task, "exception", steps.exception.retry, Span.HANDLE_EXCEPTION, Span.HANDLE_EXCEPTION_ATTEMPT),
+            )
+        ),
+    )
+
+
+def producing(task: str, policy: ProducerPolicy) -> Outline:
+    """The outline of a produce call."""
+    success = Span.HANDLE_PRODUCE_SUCCESS, Span.HANDLE_PRODUCE_SUCCESS_ATTEMPT
+    exception = Span.HANDLE_PRODUCE_EXCEPTION, Span.HANDLE_PRODUCE_EXCEPTION_ATTEMPT
+    return Outline(
+        task,
+        "producer",
+        Span.PRODUCE_TRANSACTIONS,
+        Span.START_PRODUCING,
+        _shared(task, policy),
+        dict(
+            (
+                _step(task, "produce", policy.steps.produce.retry, Span.PRODUCE, Span.PRODUCE_ATTEMPT),
+                _step(task, "success", policy.steps.success.retry, *success),
+                _step(task, "exception", policy.steps.exception.retry, *exception),
+            )
+        ),
+    )
+
+
+def _shared(task: str, policy: ConsumerPolicy | ProducerPolicy) -> Mapping[str, Any]:
+    return {
+        Attribute.TASK: task,
+        Attribute.CONCURRENCY: policy.loop.concurrency.value,
+        Attribute.BATCH_SIZE: policy.loop.batch.size,
+    }
+
+
+def _step(task: str, step: str, retry: RetryPolicy, name: str, attempt: str) -> tuple[str, StepOutline]:
+    attributes = {Attribute.TASK: task, Attribute.STEP: step, Attribute.MAX_ATTEMPTS: retry.max_attempts}
+    return step, StepOutline(name, attributes, attempt, {**attributes, **dict(_settings(retry))})
+
+
+def _settings(retry: RetryPolicy) -> Iterator[tuple[str, float]]:
+    if retry.timeout is not None:
+        yield Attribute.TIMEOUT, retry.timeout
+    yield Attribute.BACKOFF, retry.backoff
+    yield Attribute.MULTIPLIER, retry.multiplier
+    yield Attribute.CAP, retry.cap
+    yield Attribute.JITTER, retry.jitter

@@ -1,0 +1,142 @@
+"""What became of each transaction, and of the loop: results as data."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from ergon_framework.connectors.base import Settlement
+from ergon_framework.errors import Category, ErgonError
+from ergon_framework.transaction import Transaction
+
+if TYPE_CHECKING:
+    from ergon_framework.engine.attempts import Note
+    from ergon_framework.engine.effects import Call
+
+#: How many of the last failures a report keeps.
+FAILURES = 20
+
+
+class Kind(StrEnum):
+    """The five ways in which a transaction's stay here can end."""
+
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    HANDLER_FAILED = "handler_failed"
+    DEFERRED = "deferred"
+    RELEASED = "released"
+
+
+class End(StrEnum):
+    """Why a loop ended."""
+
+    EMPTY = "empty"
+    DONE = "done"
+    LIMIT = "limit"
+    STOP = "stop"
+    TIMEOUT = "timeout"
+    STALLED = "stalled"
+    FETCH = "fetch"
+
+
+class Outcome:
+    """How one transaction ended: exactly one is made for each that was fetched or given.
+
+    ``attempts`` counts the process attempts, those of earlier deliveries included. ``processed``
+    says that process had succeeded, whatever came after. ``still_running`` says that a body which
+    timed out had not left. ``reason`` is a word for outcomes without an error of their own.
+    """
+
+    __slots__ = (
+        "attempts",
+        "body",
+        "durations",
+        "error",
+        "handler_error",
+        "kind",
+        "notes",
+        "processed",
+        "reason",
+        "result",
+        "settlement",
+        "transaction",
+    )
+
+    def __init__(self, transaction: Transaction, kind: Kind = Kind.RELEASED, *, reason: str | None = None) -> None:
+        self.transaction = transaction
+        self.kind = kind
+        self.attempts = transaction.attempts
+        self.processed = False
+        self.result: Any = None
+        self.error: ErgonError | None = None
+        #: The last error of an exception handler that was exhausted too.
+        self.handler_error: ErgonError | None = None
+        self.settlement: Settlement | None = None
+        self.durations: dict[str, float] = {}
+        self.notes: list[Note] = []
+        self.body: Call | None = None
+        self.reason = reason
+
+    @property
+    def category(self) -> Category | None:
+        return None if self.error is None else self.error.category
+
+    @property
+    def still_running(self) -> bool:
+        return self.body is not None and not self.body.left
+
+    @property
+    def succeeded_steps(self) -> tuple[str, ...]:
+        """Which steps had succeeded."""
+        if not self.processed:
+            return ()
+        return ("process", "success") if self.kind is Kind.SUCCEEDED else ("process",)
+
+    def __repr__(self) -> str:
+        return f"Outcome({self.transaction.id!r}, {self.kind.value}, attempts={self.attempts}, error={self.error!r})"
+
+
+@dataclass(slots=True)
+class Report:
+    """What a consume loop did. It is filled while the loop runs, and complete when it returns."""
+
+    end: End | None = None
+    started: int = 0
+    fetches: int = 0
+    empty_fetches: int = 0
+    counts: dict[Kind, int] = field(default_factory=lambda: dict.fromkeys(Kind, 0))
+    #: Settled before the lifecycle, by reason: undecodable, max_deliveries, expired.
+    refused: dict[str, int] = field(default_factory=dict)
+    settled: dict[str, int] = field(default_factory=dict)
+    failures: deque[Outcome] = field(default_factory=lambda: deque(maxlen=FAILURES))
+    #: Bodies that were still running when the loop ended.
+    abandoned: int = 0
+    #: Bodies that came back after nobody waited for them any more.
+    fenced: int = 0
+    #: Why the loop does not fetch at the moment, if a gate holds it.
+    paused: str | None = None
+
+    @property
+    def finished(self) -> int:
+        """How many transactions have their outcome."""
+        return sum(self.counts.values())
+
+    def add(self, outcome: Outcome) -> None:
+        self.counts[outcome.kind] += 1
+        if outcome.kind is Kind.FAILED or outcome.kind is Kind.HANDLER_FAILED:
+            self.failures.append(outcome)
+
+
+@dataclass(slots=True)
+class ProduceReport:
+    """What a produce call did: one outcome per input transaction, in input order."""
+
+    outcomes: list[Outcome]
+    end: End = End.DONE
+    abandoned: int = 0
+    fenced: int = 0
+
+    def count(self, kind: Kind) -> int:
+        return sum(outcome.kind == kind for outcome in self.outcomes)

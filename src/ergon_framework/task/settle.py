@@ -1,0 +1,224 @@
+"""Settling: a step of the engine's own, grouped, with a life of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from ergon_framework.connectors.base import (
+    Ack,
+    DeadLetter,
+    Delivery,
+    Later,
+    Release,
+    Settlement,
+    SettleResult,
+    Settling,
+)
+from ergon_framework.engine.effects import Call, Script, call, gone, sleep, wait
+from ergon_framework.engine.outcome import Answer, Expired, Ok, Stopped
+from ergon_framework.errors import Category
+from ergon_framework.failure import Failure, describe
+from ergon_framework.task.lifecycle import history
+from ergon_framework.task.report import Kind, Outcome, Report
+
+if TYPE_CHECKING:
+    from ergon_framework.engine.senses import Senses
+    from ergon_framework.engine.slots import Mailbox
+    from ergon_framework.task.mixins.policies import SettlePolicy
+    from ergon_framework.task.watch import Onlooker
+
+CLOSE: Final = object()
+_ACK: Final = Ack()
+#: Looked up once: members of an enumeration are found slowly, and this one is asked for all the time.
+_SUCCEEDED: Final = Kind.SUCCEEDED
+_RELEASE: Final = Release()
+
+#: Put into the loop's mailbox when a group was settled and the loop waits for that.
+SETTLED: Final = object()
+
+
+class Item:
+    """One delivery on its way to being settled; without a settlement its claim is kept, or is gone."""
+
+    __slots__ = ("delivery", "outcome", "settlement")
+
+    def __init__(self, delivery: Delivery, settlement: Settlement | None, outcome: Outcome | None) -> None:
+        self.delivery = delivery
+        self.settlement = settlement
+        self.outcome = outcome
+
+
+def decide(outcome: Outcome, policy: SettlePolicy, failure: Callable[[Outcome], Failure]) -> Settlement:
+    """What is to become of a delivery: what a handler asked for, or else what the policy says."""
+    asked = outcome.settlement
+    if asked is None and outcome.kind is _SUCCEEDED:
+        return _ACK
+    if isinstance(asked, DeadLetter) and asked.failure is None:
+        return DeadLetter(asked.reason, failure(outcome))
+    if asked is not None:
+        return asked
+    if outcome.kind is Kind.RELEASED or outcome.error is None:
+        return _RELEASE
+    by_category = {
+        Category.BUSINESS: policy.on_business,
+        Category.SYSTEM: policy.on_system,
+        Category.TIMEOUT: policy.on_timeout,
+    }
+    if by_category[outcome.error.category] == "ack":
+        return _ACK
+    return DeadLetter(outcome.error.code or outcome.error.category.value.lower(), failure(outcome))
+
+
+def failure_of(outcome: Outcome, *, task: str, at: float, trace_id: str | None = None) -> Failure:
+    """The failure record of *outcome*."""
+    transaction, error = outcome.transaction, outcome.error
+    cause = None if error is None else error.__cause__ or error
+    category = Category.SYSTEM if error is None else error.category
+    return Failure(
+        task_name=task,
+        transaction_id=transaction.id,
+        source=transaction.source,
+        tenant_id=transaction.tenant,
+        correlation_id=transaction.correlation or transaction.id,
+        idempotency_key=transaction.id,
+        reason_code=(error.code if error is not None and error.code else None) or category.value.lower(),
+        error_type=type(cause).__name__,
+        error_message="" if error is None else describe(error),
+        attempts=outcome.attempts,
+        occurred_at=at,
+        category=category,
+        step=outcome.notes[-1].step if outcome.notes else None,
+        final=error.final if error is not None else False,
+        still_running=outcome.still_running,
+        succeeded_steps=outcome.succeeded_steps,
+        trace_id=trace_id,
+        history=history(outcome),
+    )
+
+
+class Settler:
+    """Takes what is to be settled and tells the broker, many at a time."""
+
+    def __init__(
+        self,
+        settle: Callable[[Sequence[Settling]], Any],
+        policy: SettlePolicy,
+        *,
+        senses: Senses,
+        mailbox: Mailbox,
+        report: Report,
+        watch: Onlooker,
+        claims: dict[Any, Delivery],
+        on_outcome: Callable[[Outcome], None] | None = None,
+    ) -> None:
+        self._settle = settle
+        self._policy = policy
+        self._senses = senses
+        self._mailbox = mailbox
+        self._report = report
+        self._watch = watch
+        self._claims = claims
+        self._on_outcome = on_outcome
+        self._group = 0
+        #: Interrupted: the broker is told nothing more.
+        self._hurried = False
+        #: Whom to tell when there is room again; set by a loop that waits for it.
+        self.blocked: Mailbox | None = None
+
+    @property
+    def pending(self) -> int:
+        """How many are between their lifecycle's end and being settled."""
+        return len(self._mailbox) + self._group
+
+    def put(self, item: Item) -> None:
+        """Have *item* settled."""
+        if item.outcome is not None:
+            item.outcome.settlement = item.settlement
+        self._mailbox.put(item)
+
+    def close(self) -> None:
+        """Settle what is there, and end."""
+        self._mailbox.put(CLOSE, urgent=True)
+
+    def run(self) -> Script[None]:
+        """Until it is closed; interrupted, it leaves what is unsettled to the broker's own redelivery."""
+        policy, clock = self._policy, self._senses.clock
+        closing = False
+        while not closing:
+            items = yield from wait(self._mailbox)
+            if isinstance(items, Stopped):
+                return
+            if CLOSE not in items and len(items) < policy.group and policy.linger > 0:
+                self._group = len(items)
+                more = yield from wait(self._mailbox, count=policy.group - len(items), until=clock() + policy.linger)
+                self._hurried = isinstance(more, Stopped)
+                items += [] if isinstance(more, Stopped) else more
+            closing = CLOSE in items
+            yield from self._settled([item for item in items if item is not CLOSE])
+
+    def _settled(self, items: list[Item]) -> Script[None]:
+        size = self._policy.group
+        for start in range(0, len(items), size):
+            group = items[start : start + size]
+            self._group = len(items) - start
+            results = yield from self._told([item for item in group if item.settlement is not None])
+            for item in group:
+                self._finished(item, results.get(id(item)))
+        self._group = 0
+        blocked, self.blocked = self.blocked, None
+        if blocked is not None:
+            blocked.put(SETTLED)
+
+    def _told(self, items: list[Item]) -> Script[dict[int, SettleResult]]:
+        """Tell the broker, again for those that failed, until the budget is spent."""
+        retry, senses = self._policy.retry, self._senses
+        results = dict.fromkeys(map(id, items), SettleResult.FAILED)
+        number = 0
+        while items and not self._hurried:
+            began = senses.clock()
+            until = float("inf") if retry.timeout is None else began + retry.timeout
+            effect = Call("settle", self._settle, ([(item.delivery, item.settlement) for item in items],), until)
+            answer = yield from call(effect)
+            self._hurried = isinstance(answer, Stopped)
+            if isinstance(answer, Stopped | Expired) and answer.body is not None:
+                grace = 0.0 if self._hurried else retry.abandon_grace
+                left = yield from gone(answer.body, senses.clock() + grace)
+                self._hurried = self._hurried or isinstance(left, Stopped)
+            answers = _answers(answer, len(items))
+            self._watch.settled(answers, senses.clock() - began)
+            results.update((id(item), result) for item, result in zip(items, answers, strict=True))
+            items = [item for item in items if results[id(item)] is SettleResult.FAILED]
+            number += 1
+            if self._hurried or number >= retry.max_attempts:
+                break
+            if items and (yield from sleep(senses.clock() + retry.delay(number - 1, senses.dice))) is not None:
+                self._hurried = True
+        return results
+
+    def _finished(self, item: Item, result: SettleResult | None) -> None:
+        self._claims.pop(item.delivery.receipt, None)
+        word = "kept" if result is None else result.value
+        self._report.settled[word] = self._report.settled.get(word, 0) + 1
+        outcome = item.outcome
+        if outcome is None:
+            return
+        if result is not None and result is not SettleResult.SETTLED:
+            # Whatever was done here, the broker will bring the transaction again.
+            outcome.kind = Kind.RELEASED
+            outcome.reason = result.value
+        self._report.add(outcome)
+        self._watch.ended(outcome)
+        if self._on_outcome is not None:
+            self._on_outcome(outcome)
+
+
+def _answers(answer: Answer, count: int) -> list[SettleResult]:
+    """One result each; an answer of another length says nothing about anyone."""
+    answers = list(answer.value) if isinstance(answer, Ok) else []
+    return answers if len(answers) == count else [SettleResult.FAILED] * count
+
+
+def needs_absence(settlement: Settlement) -> bool:
+    """Whether *settlement* may bring the transaction back, and so needs that its body has left."""
+    return isinstance(settlement, Later | Release)

@@ -1,0 +1,145 @@
+"""One lifecycle as spans: its steps, their attempts, and how each of them ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextvars import Context
+from typing import Any, TypeAlias
+
+from ergon_framework.engine.attempts import Deferred, Ended, Failed, Step
+from ergon_framework.engine.outcome import Ok, Stopped
+from ergon_framework.errors import ErgonError
+from ergon_framework.task.outline import Outline, StepOutline
+from ergon_framework.task.report import Kind, Outcome
+from ergon_framework.telemetry import redaction
+from ergon_framework.telemetry.names import Attribute
+from ergon_framework.telemetry.options import TelemetryOptions
+from ergon_framework.telemetry.redaction import Redact
+from ergon_framework.telemetry.spans import Node
+
+#: Is told where an outcome can be found.
+Remember: TypeAlias = Callable[[Outcome, Node], None]
+
+
+class Unrecorded:
+    """A transaction that was sampled out: its bodies run in its context, and nothing else is done."""
+
+    __slots__ = ("_body", "_node", "_remember")
+
+    def __init__(self, node: Node, remember: Remember) -> None:
+        self._node = node
+        self._remember = remember
+        self._body = node.body()
+
+    def step(self, step: Step) -> Unrecorded:  # noqa: ARG002 - all steps are alike here
+        return self
+
+    def attempt(self, number: int) -> Context:  # noqa: ARG002 - and all attempts
+        return self._body.copy()
+
+    def attempted(self, number: int, error: BaseException | None) -> None: ...
+
+    def stepped(self, ended: Ended) -> None: ...
+
+    def ended(self, outcome: Outcome) -> None:
+        self._remember(outcome, self._node)
+
+
+class Attempts:
+    """The attempts of one step."""
+
+    __slots__ = ("_attempt", "_node", "_outline", "_own", "_redact")
+
+    def __init__(self, node: Node, outline: StepOutline, own: Mapping[str, Any], redact: Redact) -> None:
+        self._node = node
+        self._outline = outline
+        self._own = own
+        self._redact = redact
+        #: The present attempt; before the first there is none, and nobody asks for it.
+        self._attempt = node
+
+    def attempt(self, number: int) -> Context:
+        outline = self._outline
+        attributes = {**outline.attempt_attributes, **self._own, Attribute.ATTEMPT: number}
+        self._attempt = node = self._node.child(outline.attempt_name, attributes)
+        return node.body()
+
+    def attempted(self, number: int, error: BaseException | None) -> None:  # noqa: ARG002 - there is one at a time
+        node = self._attempt
+        if error is not None:
+            blame(node, error, self._redact)
+        node.end()
+
+
+class Watched:
+    """A transaction that is recorded."""
+
+    __slots__ = ("_node", "_options", "_outline", "_own", "_remember", "_step", "_step_name")
+
+    def __init__(
+        self, node: Node, outline: Outline, own: Mapping[str, Any], *, options: TelemetryOptions, remember: Remember
+    ) -> None:
+        self._node = node
+        self._outline = outline
+        self._own = own
+        self._options = options
+        self._remember = remember
+        #: The present step; before the first there is none, and nobody asks for it.
+        self._step = node
+        self._step_name = ""
+
+    def step(self, step: Step) -> Attempts | Unrecorded:
+        outline = self._outline.steps[step.name]
+        self._step_name = step.name
+        self._step = node = self._node.child(outline.name, {**outline.attributes, **self._own})
+        return Attempts(node, outline, self._own, self._options.redact) if node.recording else Unrecorded(node, forget)
+
+    def stepped(self, ended: Ended) -> None:
+        node = self._step
+        if isinstance(ended, Failed | Deferred):
+            blame(node, ended.error, self._options.redact)
+            node.tell({Attribute.OUTCOME: "failed" if isinstance(ended, Failed) else "deferred"})
+        elif isinstance(ended, Stopped):
+            node.tell({Attribute.OUTCOME: "stopped"})
+        elif self._step_name == "produce":
+            node.tell(_result(ended, self._options))
+        node.end()
+
+    def ended(self, outcome: Outcome) -> None:
+        node = self._node
+        node.tell({Attribute.OUTCOME: outcome.kind.value, Attribute.ATTEMPTS: outcome.attempts})
+        if outcome.reason is not None:
+            node.tell({Attribute.REASON: outcome.reason})
+        if outcome.error is not None and outcome.kind is not Kind.SUCCEEDED:
+            blame(node, outcome.error, self._options.redact)
+        node.end()
+        self._remember(outcome, node)
+
+
+def blame(node: Node, error: BaseException, redact: Redact) -> None:
+    """Say in *node* what went wrong."""
+    cause = error.__cause__ if isinstance(error, ErgonError) and error.__cause__ is not None else error
+    text = redaction.message(redact, Attribute.EXCEPTION_MESSAGE, error)
+    attributes: dict[str, Any] = {Attribute.EXCEPTION_TYPE: type(cause).__name__, Attribute.EXCEPTION_MESSAGE: text}
+    if isinstance(error, ErgonError):
+        attributes[Attribute.CATEGORY] = error.category.value
+        if error.code is not None:
+            attributes[Attribute.CODE] = error.code
+    node.tell(attributes)
+    node.fail(text)
+
+
+def _result(ended: Ok, options: TelemetryOptions) -> dict[str, Any]:
+    """Type and size of a result; its value only if that was asked for."""
+    value = ended.value
+    attributes: dict[str, Any] = {Attribute.RESULT_TYPE: type(value).__name__}
+    # Only what is known to answer at once: the length of something else may be anything.
+    if isinstance(value, str | bytes | bytearray | list | tuple | dict | set | frozenset):
+        attributes[Attribute.RESULT_SIZE] = len(value)
+    if options.record_results:
+        attributes[Attribute.RESULT_VALUE] = redaction.shown(options.redact, Attribute.RESULT_VALUE, value)
+    return attributes
+
+
+def forget(outcome: Outcome, node: Node) -> None:
+    """For what is no transaction: nobody will ask where it can be found."""

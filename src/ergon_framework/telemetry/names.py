@@ -1,0 +1,210 @@
+"""Every name that dashboards, alerts and queries hold on to: spans, attributes, metrics and log events.
+
+They are promises like the names in policies: added to, never renamed. docs/telemetry.md lists them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+#: The instrumentation scope of all spans and metrics, and the root of all logger names.
+LIBRARY: Final = "ergon_framework"
+
+
+class Span:
+    """Names of spans."""
+
+    CONSUME_TRANSACTIONS: Final = "consume_transactions"
+    FETCH_TRANSACTIONS: Final = "fetch_transactions"
+    FETCH_TRANSACTIONS_ATTEMPT: Final = "fetch_transactions.attempt"
+    START_PROCESSING: Final = "start_processing"
+    PROCESS: Final = "process"
+    PROCESS_ATTEMPT: Final = "process.attempt"
+    HANDLE_SUCCESS: Final = "handle_success"
+    HANDLE_SUCCESS_ATTEMPT: Final = "handle_success.attempt"
+    HANDLE_EXCEPTION: Final = "handle_exception"
+    HANDLE_EXCEPTION_ATTEMPT: Final = "handle_exception.attempt"
+    PRODUCE_TRANSACTIONS: Final = "produce_transactions"
+    START_PRODUCING: Final = "start_producing"
+    PRODUCE: Final = "produce"
+    PRODUCE_ATTEMPT: Final = "produce.attempt"
+    HANDLE_PRODUCE_SUCCESS: Final = "handle_produce_success"
+    HANDLE_PRODUCE_SUCCESS_ATTEMPT: Final = "handle_produce_success.attempt"
+    HANDLE_PRODUCE_EXCEPTION: Final = "handle_produce_exception"
+    HANDLE_PRODUCE_EXCEPTION_ATTEMPT: Final = "handle_produce_exception.attempt"
+
+
+class Attribute:
+    """Keys of attributes, of spans and of metrics."""
+
+    TASK: Final = "ergon.task"
+    STEP: Final = "ergon.step"
+    ATTEMPT: Final = "ergon.attempt"
+    ATTEMPTS: Final = "ergon.attempts"
+    MAX_ATTEMPTS: Final = "ergon.max_attempts"
+    TIMEOUT: Final = "ergon.retry.timeout"
+    BACKOFF: Final = "ergon.retry.backoff"
+    MULTIPLIER: Final = "ergon.retry.multiplier"
+    CAP: Final = "ergon.retry.cap"
+    JITTER: Final = "ergon.retry.jitter"
+    TRANSACTION_ID: Final = "ergon.transaction.id"
+    PAYLOAD: Final = "ergon.transaction.payload"
+    OUTCOME: Final = "ergon.outcome"
+    CATEGORY: Final = "ergon.category"
+    CODE: Final = "ergon.code"
+    REASON: Final = "ergon.reason"
+    EXCEPTION_TYPE: Final = "ergon.exception.type"
+    EXCEPTION_MESSAGE: Final = "ergon.exception.message"
+    RESULT_TYPE: Final = "ergon.result.type"
+    RESULT_SIZE: Final = "ergon.result.size"
+    RESULT_VALUE: Final = "ergon.result.value"
+    CONCURRENCY: Final = "ergon.concurrency"
+    BATCH_SIZE: Final = "ergon.batch.size"
+    BATCH_ASKED: Final = "ergon.batch.asked"
+    BATCH_FETCHED: Final = "ergon.batch.fetched"
+    END: Final = "ergon.end"
+    RESULT: Final = "ergon.settle.result"
+    STATE: Final = "ergon.slot.state"
+    #: The upper bound of a bucket; spelled as those who read histograms expect it.
+    LE: Final = "le"
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One instrument: a counter only rises, a gauge says how it is now."""
+
+    name: str
+    kind: Literal["counter", "gauge"]
+    unit: str
+    description: str
+    attributes: tuple[str, ...] = (Attribute.TASK,)
+
+
+_STEP: Final = (Attribute.TASK, Attribute.STEP)
+
+TRANSACTIONS: Final = Metric(
+    "ergon.transactions",
+    "counter",
+    "{transaction}",
+    "Transactions that have their outcome.",
+    (Attribute.TASK, Attribute.OUTCOME, Attribute.CATEGORY),
+)
+ATTEMPTS: Final = Metric("ergon.attempts", "counter", "{attempt}", "Attempts at a step.", _STEP)
+RETRIES: Final = Metric("ergon.retries", "counter", "{attempt}", "Attempts after the first of a step.", _STEP)
+WAITS: Final = Metric("ergon.waits", "counter", "{wait}", "Waits before a further attempt.", _STEP)
+WAITED: Final = Metric("ergon.waits.duration", "counter", "s", "Seconds of those waits.", _STEP)
+STEPS: Final = Metric("ergon.step.duration.count", "counter", "{step}", "Steps that are over.", _STEP)
+STEP_SECONDS: Final = Metric(
+    "ergon.step.duration.sum", "counter", "s", "Seconds that steps took, waits included.", _STEP
+)
+STEP_BUCKETS: Final = Metric(
+    "ergon.step.duration.bucket",
+    "counter",
+    "{step}",
+    "Steps that took no longer than le seconds.",
+    (*_STEP, Attribute.LE),
+)
+FETCHES: Final = Metric("ergon.fetches", "counter", "{fetch}", "Fetches that were answered.")
+EMPTY_FETCHES: Final = Metric("ergon.fetches.empty", "counter", "{fetch}", "Fetches that brought nothing.")
+FAILED_FETCHES: Final = Metric("ergon.fetches.failed", "counter", "{fetch}", "Fetches that failed for good.")
+REFUSED: Final = Metric(
+    "ergon.refused",
+    "counter",
+    "{delivery}",
+    "Deliveries that were settled before any lifecycle.",
+    (Attribute.TASK, Attribute.REASON),
+)
+SETTLED: Final = Metric(
+    "ergon.settled", "counter", "{delivery}", "Answers to settlements.", (Attribute.TASK, Attribute.RESULT)
+)
+BREACHES: Final = Metric("ergon.breaches", "counter", "{fetch}", "Fetches that brought more than was asked for.")
+ABANDONED: Final = Metric(
+    "ergon.bodies.abandoned", "counter", "{body}", "Bodies that timed out and did not leave within the grace."
+)
+FENCED: Final = Metric("ergon.bodies.fenced", "counter", "{body}", "Bodies that came back when nobody waited any more.")
+SLOTS: Final = Metric(
+    "ergon.slots",
+    "gauge",
+    "{slot}",
+    "Slots that run a lifecycle or hold an abandoned body, and deliveries held for want of one.",
+    (Attribute.TASK, Attribute.STATE),
+)
+QUEUE_AGE: Final = Metric("ergon.queue.age", "gauge", "s", "Age of the oldest transaction of the last fetch.")
+QUEUE_AGE_MAX: Final = Metric(
+    "ergon.queue.age.max", "gauge", "s", "Largest age at a fetch since the gauge was last read."
+)
+PAUSED: Final = Metric(
+    "ergon.paused", "gauge", "{loop}", "Loops that a gate holds back.", (Attribute.TASK, Attribute.REASON)
+)
+
+METRICS: Final = (
+    TRANSACTIONS,
+    ATTEMPTS,
+    RETRIES,
+    WAITS,
+    WAITED,
+    STEPS,
+    STEP_SECONDS,
+    STEP_BUCKETS,
+    FETCHES,
+    EMPTY_FETCHES,
+    FAILED_FETCHES,
+    REFUSED,
+    SETTLED,
+    BREACHES,
+    ABANDONED,
+    FENCED,
+    SLOTS,
+    QUEUE_AGE,
+    QUEUE_AGE_MAX,
+    PAUSED,
+)
+
+
+class Event:
+    """Messages of log records: an event each, with its particulars as fields."""
+
+    TRANSACTION_FAILED: Final = "transaction failed"
+    TRANSACTION_DEFERRED: Final = "transaction deferred"
+    TRANSACTION_RELEASED: Final = "transaction released"
+    TRANSACTION_REFUSED: Final = "transaction refused"
+    FETCH_FAILED: Final = "fetch failed"
+    LOOP_PAUSED: Final = "loop paused"
+    LOOP_RESUMED: Final = "loop resumed"
+    LOOP_ENDED: Final = "loop ended"
+    CONTRACT_BREACH: Final = "contract breach"
+    TELEMETRY_FAILED: Final = "telemetry failed"
+    CALLBACK_FAILED: Final = "on_outcome failed"
+
+
+class Field:
+    """Fields of log records."""
+
+    TASK: Final = "task"
+    TRANSACTION_ID: Final = "transaction_id"
+    SOURCE: Final = "source"
+    CORRELATION_ID: Final = "correlation_id"
+    TENANT_ID: Final = "tenant_id"
+    STEP: Final = "step"
+    ATTEMPT: Final = "attempt"
+    OUTCOME: Final = "outcome"
+    CATEGORY: Final = "category"
+    CODE: Final = "code"
+    REASON: Final = "reason"
+    ATTEMPTS: Final = "attempts"
+    STILL_RUNNING: Final = "still_running"
+    ERROR: Final = "error"
+    ERROR_TYPE: Final = "error_type"
+    TRACE_ID: Final = "trace_id"
+    SPAN_ID: Final = "span_id"
+    END: Final = "end"
+    ASKED: Final = "asked"
+    GOT: Final = "got"
+    DELIVERIES: Final = "deliveries"
+    DELAY: Final = "delay"
+
+
+def listed(names: type) -> list[str]:
+    """The values of one of the classes above."""
+    return [value for key, value in vars(names).items() if key.isupper() and isinstance(value, str)]

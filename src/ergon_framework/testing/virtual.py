@@ -1,0 +1,301 @@
+"""Virtual time under the real drivers: nothing sleeps, and an hour passes as soon as nobody has anything to do."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import random
+import selectors
+import threading
+from collections import deque
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Executor
+from typing import Any, TypeVar
+
+from ergon_framework.engine.drivers.waiting import Alarm, Inbox
+from ergon_framework.engine.senses import Senses
+from ergon_framework.errors import ErgonError
+
+R = TypeVar("R")
+
+#: What the clock of the day shows when virtual time begins.
+DAWN = 1_700_000_000.0
+
+#: Real seconds that a virtual event loop waits for a thread of somebody else.
+PATIENCE = 30.0
+
+
+class Deadlock(ErgonError):
+    """Everybody waits and nothing is due: in real time this would hang for ever."""
+
+    code = "deadlock"
+    final = True
+
+
+class _Waiter:
+    """One thread that waits; whoever takes it out of its waiting counts it as busy from that moment."""
+
+    __slots__ = ("_gate", "error", "item", "thread", "woken")
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+        self._gate = threading.Lock()
+        self._gate.acquire()
+        self.woken = False
+        self.item: Any = None
+        self.error: Deadlock | None = None
+
+    def open(self) -> None:
+        self.woken = True
+        self._gate.release()
+
+    def pass_through(self) -> Any:
+        self._gate.acquire()
+        if self.error is not None:
+            raise self.error
+        return self.item
+
+
+class VirtualTime:
+    """Time for real threads: it stands still while any of them is busy, then jumps to what is due next.
+
+    Give it to the thread driver as its *waiting*. It has to know every thread and every wait, so
+    user code sleeps with ``sleep`` of this object; a thread that waits for anything else counts as
+    busy, and time stands still meanwhile. The thread that made it counts as busy too.
+    """
+
+    def __init__(self, seed: int = 0, *, start: float = 0.0) -> None:
+        self.senses = Senses(clock=self.clock, wall=lambda: DAWN + self._now, dice=random.Random(seed).random)  # noqa: S311 - not a secret
+        self._now = start
+        self._lock = threading.Lock()
+        self._busy = 1
+        self._maker = threading.get_ident()
+        self._timers: list[tuple[float, int, _Waiter | Callable[[], object]]] = []
+        self._numbers = itertools.count()
+        self._alarms: set[_Waiter] = set()
+        self._resting: list[_Waiter] = []
+
+    def clock(self) -> float:
+        return self._now
+
+    # -- what the thread driver waits with -------------------------------------------------------
+
+    def inbox(self) -> Inbox:
+        return _VirtualInbox(self)
+
+    def alarm(self) -> Alarm:
+        return _VirtualAlarm(self)
+
+    def start(self, thread: threading.Thread) -> None:
+        with self._lock:
+            self._busy += 1
+        thread.start()
+
+    def ended(self) -> None:
+        with self._lock:
+            self._busy -= 1
+        self._move()
+
+    # -- what tests use --------------------------------------------------------------------------
+
+    def sleep(self, seconds: float) -> None:
+        """Wait; in virtual time, so it takes no real time."""
+        with self._lock:
+            waiter = self._wait(self._now + seconds)
+        self._move()
+        waiter.pass_through()
+
+    def at(self, moment: float, action: Callable[[], object]) -> None:
+        """Have *action* called at *moment* by whichever thread sees that time has come; it must not wait."""
+        with self._lock:
+            heapq.heappush(self._timers, (moment, next(self._numbers), action))
+
+    def rest(self) -> None:
+        """Let time pass until nothing is due any more, so that whoever can leave has left."""
+        with self._lock:
+            waiter = self._wait(None)
+            self._resting.append(waiter)
+        self._move()
+        waiter.pass_through()
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _wait(self, until: float | None) -> _Waiter:
+        """The calling thread is about to wait; the lock is held."""
+        waiter = _Waiter()
+        self._busy -= 1
+        if until is not None:
+            heapq.heappush(self._timers, (until, next(self._numbers), waiter))
+        return waiter
+
+    def _wake(self, waiter: _Waiter) -> None:
+        """Have *waiter* go on; the lock is held."""
+        self._busy += 1
+        self._alarms.discard(waiter)
+        waiter.open()
+
+    def _move(self) -> None:
+        """Let time go on if nobody is busy: to the first thing that is due, and that alone."""
+        while True:
+            with self._lock:
+                if self._busy:
+                    return
+                action = self._next()
+                if action is None:
+                    return
+                # Whoever acts is busy: what it wakes must not find time moving on.
+                self._busy += 1
+            try:
+                action()
+            finally:
+                with self._lock:
+                    self._busy -= 1
+
+    def _next(self) -> Callable[[], object] | None:
+        """Wake who is due first, or return what is to be done then; the lock is held."""
+        while self._timers:
+            moment, _, due = heapq.heappop(self._timers)
+            if isinstance(due, _Waiter) and due.woken:
+                continue
+            self._now = max(self._now, moment)
+            if not isinstance(due, _Waiter):
+                return due
+            self._wake(due)
+            return None
+        self._nothing_due()
+        return None
+
+    def _nothing_due(self) -> None:
+        if self._resting:
+            self._wake(self._resting.pop())
+            return
+        # The one who made this is told: an error on a driver's own thread would be heard by nobody.
+        for waiter in [waiter for waiter in self._alarms if waiter.thread == self._maker] or list(self._alarms):
+            waiter.error = Deadlock(
+                f"at {self._now:.6f} virtual seconds every thread waits and nothing is due; "
+                "somebody waits for what nobody will do"
+            )
+            self._wake(waiter)
+
+
+class _VirtualInbox:
+    def __init__(self, time: VirtualTime) -> None:
+        self._time = time
+        self._items: deque[Any] = deque()
+        self._waiting: deque[_Waiter] = deque()
+
+    def put(self, item: Any) -> None:
+        time = self._time
+        with time._lock:  # noqa: SLF001 - inbox and time are one thing
+            if self._waiting:
+                waiter = self._waiting.popleft()
+                waiter.item = item
+                time._wake(waiter)  # noqa: SLF001 - as above
+            else:
+                self._items.append(item)
+
+    def get(self) -> Any:
+        time = self._time
+        with time._lock:  # noqa: SLF001 - as above
+            if self._items:
+                return self._items.popleft()
+            waiter = time._wait(None)  # noqa: SLF001 - as above
+            self._waiting.append(waiter)
+        time._move()  # noqa: SLF001 - as above
+        return waiter.pass_through()
+
+
+class _VirtualAlarm:
+    def __init__(self, time: VirtualTime) -> None:
+        self._time = time
+        self._rung = False
+        self._waiter: _Waiter | None = None
+
+    def ring(self) -> None:
+        time = self._time
+        with time._lock:  # noqa: SLF001 - alarm and time are one thing
+            self._rung = True
+            if self._waiter is not None and not self._waiter.woken:
+                time._wake(self._waiter)  # noqa: SLF001 - as above
+
+    def wait(self, seconds: float | None) -> None:
+        time = self._time
+        with time._lock:  # noqa: SLF001 - as above
+            if self._rung:
+                self._rung = False
+                return
+            waiter = self._waiter = time._wait(None if seconds is None else time._now + seconds)  # noqa: SLF001 - as above
+            time._alarms.add(waiter)  # noqa: SLF001 - as above
+        time._move()  # noqa: SLF001 - as above
+        try:
+            waiter.pass_through()
+        finally:
+            self._waiter = None
+            self._rung = False
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop whose time jumps to the next timer whenever nothing is ready."""
+
+    def __init__(self, seed: int = 0, *, start: float = 0.0) -> None:
+        self._now = start
+        #: Calls on threads of executors; while one runs, time stands still.
+        self._outside = 0
+        super().__init__(_Selector(self))
+        self.senses = Senses(clock=self.time, wall=lambda: DAWN + self._now, dice=random.Random(seed).random)  # noqa: S311 - not a secret
+
+    def time(self) -> float:
+        return self._now
+
+    def pass_by(self, seconds: float) -> None:
+        """Time goes on; the selector says so when nothing is ready."""
+        self._now += seconds
+
+    @property
+    def waits_outside(self) -> bool:
+        return self._outside > 0
+
+    def run_in_executor(self, executor: Executor | None, func: Callable[..., Any], *args: Any) -> Any:  # type: ignore[override]
+        future = super().run_in_executor(executor, func, *args)
+        self._outside += 1
+        future.add_done_callback(self._came_back)
+        return future
+
+    async def shutdown_default_executor(self, *args: Any) -> None:
+        self._outside += 1
+        try:
+            await super().shutdown_default_executor(*args)
+        finally:
+            self._outside -= 1
+
+    def _came_back(self, _: object) -> None:
+        self._outside -= 1
+
+
+class _Selector(selectors.DefaultSelector):
+    """Never blocks for a timer: it lets virtual time pass instead."""
+
+    def __init__(self, loop: VirtualLoop) -> None:
+        super().__init__()
+        self._loop = loop
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        ready = super().select(0)
+        if ready or timeout == 0:
+            return ready
+        if self._loop.waits_outside:
+            return super().select(PATIENCE)
+        if timeout is None:
+            raise Deadlock(
+                f"at {self._loop.time():.6f} virtual seconds every task waits and nothing is due; "
+                "somebody waits for what nobody will do"
+            )
+        self._loop.pass_by(timeout)
+        return ready
+
+
+def run_virtual(main: Coroutine[Any, Any, R], *, seed: int = 0) -> R:
+    """``asyncio.run`` in virtual time."""
+    with asyncio.Runner(loop_factory=lambda: VirtualLoop(seed)) as runner:
+        return runner.run(main)

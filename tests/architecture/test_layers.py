@@ -1,0 +1,158 @@
+"""Who may import whom: the package keeps the table, and the check catches each kind of trespass."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.architecture.house import PACKAGE, PURE, area, modules, oracle_trespasses, trespasses
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / PACKAGE
+ORACLE = ROOT / "tests" / "properties" / "oracle.py"
+
+
+def test_the_package_keeps_the_table():
+    assert trespasses(SOURCE) == []
+
+
+def test_the_table_is_held_against_real_files():
+    names = {module for module, _ in modules(SOURCE)}
+    assert {"errors", "scope", "failure", "transaction"} <= names
+    assert any(name in names for name in PURE)
+
+
+def test_the_oracle_knows_only_names():
+    if not ORACLE.exists():
+        pytest.skip("there is no oracle yet")
+    assert oracle_trespasses(ORACLE, ROOT) == []
+
+
+GOOD = {
+    "__init__": "from ergon_framework.task.base import Task\n",
+    "errors": "import pydantic\n",
+    "scope": (
+        "from typing import TYPE_CHECKING\n"
+        "from ergon_framework.errors import ErgonError\n"
+        "if TYPE_CHECKING:\n    from ergon_framework.transaction import Transaction\n"
+    ),
+    "transaction": "from ergon_framework.failure import Failure\nimport pydantic_core\n",
+    "engine.attempts": "from ergon_framework.engine.effects import Call\nfrom ergon_framework import errors\n",
+    "engine.watcher": "import threading, time\n",
+    "telemetry.metrics": "import prometheus_client\nfrom opentelemetry import trace\n",
+    "schema.tables": "import sqlalchemy\nimport alembic\n",
+    "connectors.base": "from ergon_framework.telemetry.names import X\nimport pydantic\n",
+    "connectors.redis.__init__": "from ergon_framework.connectors.redis.aio import X\n",
+    "connectors.redis.aio": "import redis.asyncio\nfrom ergon_framework.connectors import base\n",
+    "connectors.postgres.aio": "import psycopg\nfrom ergon_framework.schema.tables import X\n",
+    "task.base": "from ergon_framework.connectors.base import Delivery\nfrom ergon_framework.engine.slots import X\n",
+    "task.lifecycle": "import dataclasses\n",
+    "facts.stores.postgres": "import psycopg\nfrom ergon_framework.connectors.postgres.aio import X\n",
+    "executor.jobs": "import grpc\n",
+    "providers.api": "import fastapi\n",
+    "providers.sql.rows": "import sqlalchemy\n",
+    "runner.signals": "import uvloop\nfrom ergon_framework import consumer\nimport ergon_framework.facts.model\n",
+    "cli.main": "import typer\nfrom ergon_framework import consumer\nfrom ergon_framework.testing.faults import X\n",
+    "testing.plugin": "import pytest\nfrom ergon_framework.engine.slots import Slot\n",
+}
+
+
+def write(root: Path, module: str, text: str) -> Path:
+    path = root / PACKAGE / f"{module.replace('.', '/')}.py"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return root / PACKAGE
+
+
+def test_what_the_table_allows_is_no_trespass(tmp_path):
+    for module, text in GOOD.items():
+        package = write(tmp_path, module, text)
+    assert trespasses(package) == []
+
+
+@pytest.mark.parametrize(
+    "module, text, reason",
+    [
+        ("errors", "from ergon_framework.transaction import X", "downward"),
+        ("scope", "from ergon_framework import failure", "downward"),
+        ("scope", "import ergon_framework.engine.slots", "neighbour"),
+        ("scope", "if TYPE_CHECKING:\n    from ergon_framework.task.base import X", "neighbour"),
+        ("scope", "if TYPE_CHECKING:\n    pass\nelse:\n    from ergon_framework.transaction import X", "downward"),
+        ("engine.slots", "from ergon_framework.telemetry.names import X", "neighbour"),
+        ("engine.slots", "if typing.TYPE_CHECKING:\n    from ergon_framework.task.base import X", "neighbour"),
+        ("engine.slots", "def f():\n    from ergon_framework.task.base import X", "neighbour"),
+        ("engine.slots", "class A:\n    try:\n        import ergon_framework.cli.main\n    finally: ...", "neighbour"),
+        ("engine.slots", "importlib.import_module('ergon_framework.task.base')", "neighbour"),
+        ("engine.slots", "import_module('psycopg')", "library"),
+        ("engine.slots", "__import__('psycopg')", "library"),
+        ("engine.slots", "extra('redis', 'redis.asyncio')", "library"),
+        ("engine.slots", "import pydantic", "library"),
+        ("engine.slots", "from .effects import Call", "absolute"),
+        ("engine.slots", "from ergon_framework import consumer", "neighbour"),
+        ("telemetry.logs", "from ergon_framework.engine.slots import X", "neighbour"),
+        ("telemetry.metrics", "from opentelemetry.sdk.metrics import X", "the API only"),
+        ("connectors.base", "from ergon_framework.connectors.redis.aio import X", "neighbour"),
+        ("connectors.base", "from ergon_framework.task.base import X", "neighbour"),
+        ("connectors.redis.aio", "import nats", "library"),
+        ("connectors.redis.aio", "from ergon_framework.connectors.nats.aio import X", "neighbour"),
+        ("connectors.redis.aio", "from ergon_framework.schema.tables import X", "neighbour"),
+        ("task.base", "from ergon_framework.connectors.redis.aio import X", "neighbour"),
+        ("task.base", "from ergon_framework.runner.signals import X", "neighbour"),
+        ("task.base", "from opentelemetry import trace", "library"),
+        ("facts.model", "from ergon_framework.executor.jobs import X", "neighbour"),
+        ("facts.connector", "import psycopg", "library"),
+        ("providers.base", "import celery", "library"),
+        ("providers.base", "from ergon_framework.task.base import X", "neighbour"),
+        ("runner.signals", "from ergon_framework.cli.main import X", "neighbour"),
+        ("runner.signals", "from ergon_framework.testing.faults import X", "neighbour"),
+        ("cli.main", "from ergon_framework.engine.slots import _free", "public"),
+        ("testing.faults", "import hypothesis", "library"),
+        ("task.__init__", "x = 1", "empty"),
+        ("connectors.redis.inner.__init__", "x = 1", "empty"),
+        ("helpers.strings", "", "no row"),
+        ("stray", "", "no row"),
+        *((name, "def f():\n    import time", "decides") for name in PURE),
+        *(("task.consume", f"import {name}", "decides") for name in ("asyncio", "threading", "random", "logging")),
+        ("task.settle", "from asyncio.events import X", "decides"),
+    ],
+)
+def test_each_kind_of_trespass_is_caught(tmp_path, module, text, reason):
+    found = trespasses(write(tmp_path, module, text + "\n"))
+    assert [reason in line for line in found] == [True], found
+
+
+def test_every_module_has_a_row_by_its_folder():
+    assert area("connectors.memory") == "connectors"
+    assert area("connectors.nats.aio") == "connectors.nats"
+    assert area("transaction.Transaction") == "vocabulary"
+    assert area("elsewhere") is None
+
+
+@pytest.mark.parametrize(
+    "text, caught",
+    [
+        ("import math\nfrom ergon_framework.errors import Category\n", 0),
+        ("from ergon_framework.task.exceptions import TransactionException\n", 0),
+        ("from ergon_framework.task.mixins.policies import RetryPolicy\n", 0),
+        ("from ergon_framework.engine.backoff import delay\n", 1),
+        ("from ergon_framework.task.mixins.consumer import ConsumerMixin\n", 1),
+        ("import ergon_framework\n", 1),
+        ("import ergon_framework.errors\n", 1),
+        ("from tests.plan import Plan\n", 0),
+        ("from tests.world import run\n", 1),
+        ("import tests.world\n", 1),
+        ("from tests import world\n", 1),
+        ("from . import world\n", 1),
+        ("def f():\n    import_module('ergon_framework.engine.attempts')\n", 1),
+    ],
+)
+def test_an_oracle_that_looks_at_us_is_caught(tmp_path, text, caught):
+    path = tmp_path / "oracle.py"
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "plan.py").write_text("from ergon_framework.errors import Category\n", encoding="utf-8")
+    (tmp_path / "tests" / "world.py").write_text(
+        "import tests.world\nfrom ergon_framework.engine import slots\n", encoding="utf-8"
+    )
+    path.write_text(text, encoding="utf-8")
+    assert len(oracle_trespasses(path, tmp_path)) == caught

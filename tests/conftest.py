@@ -1,0 +1,10 @@
+"""What every test shares: the profiles of hypothesis, and nothing that hides a decision."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+
+# Wall time on a shared machine says nothing about a rule, so no example has a deadline.
+settings.register_profile("gate", deadline=None, max_examples=100, print_blob=True)
+settings.register_profile("deep", deadline=None, max_examples=5_000, print_blob=True)
+settings.load_profile("gate")

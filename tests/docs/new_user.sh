@@ -1,0 +1,67 @@
+#!/usr/bin/env bash
+# new_user.sh WHEEL: README's first five minutes, from a wheel, in an environment that has nothing else.
+set -euo pipefail
+
+wheel=$(realpath "${1:?usage: new_user.sh WHEEL}")
+root=$(cd "$(dirname "$0")/../.." && pwd)
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+passed=0
+failed=0
+
+# check NAME COMMAND...: the command must succeed; what it printed is shown if it does not.
+check() {
+    local name=$1
+    shift
+    if "$@" >"$folder/said" 2>&1; then
+        passed=$((passed + 1))
+        echo "ok: $name"
+    else
+        failed=$((failed + 1))
+        echo "FAILED: $name"
+        sed 's/^/    /' "$folder/said"
+    fi
+}
+
+# Constraints without their hashes: with hashes pip would want one for the wheel, which was just built.
+sed -E '/^ +(--hash|#)/d; s/ *\\$//' "$root/constraints/dev.txt" >"$folder/constraints.txt"
+
+"${PYTHON:-python3}" -m venv "$folder/env"
+check "the wheel installs with its extra" \
+    "$folder/env/bin/pip" install --quiet --disable-pip-version-check \
+    --constraint "$folder/constraints.txt" "ergon-framework[cli] @ file://$wheel"
+
+mkdir "$folder/first"
+cd "$folder/first"
+# README's own files, so that what is checked is what a reader types.
+"$folder/env/bin/python" - "$root/README.md" <<'END'
+import pathlib, re, sys
+
+text = pathlib.Path(sys.argv[1]).read_text(encoding="utf-8")
+for title, body in re.findall(r'^```python title="([^"]+)"\n(.*?)^```', text, re.MULTILINE | re.DOTALL):
+    pathlib.Path(title).write_text(body, encoding="utf-8")
+END
+
+export PATH="$folder/env/bin:$PATH"
+unset PYTHONPATH
+run() { ergon run app:charge >output 2>&1; }
+dead() { python check.py | grep -F "order-3 {'total': 50, 'card': 'empty'} declined BUSINESS"; }
+report() { ergon run app:charge --json | tail -n 1 | python -c "
+import json, sys
+report = json.load(sys.stdin)
+assert report['counts']['succeeded'] == 2 and report['counts']['failed'] == 1, report
+assert report['failures'][0]['code'] == 'declined', report
+"; }
+
+check "the command is there" ergon --version
+check "the help has an example" bash -c 'ergon run --help | grep -F "ergon run app:charge"'
+check "the task runs and ends well" run
+check "the first attempt at order-2 failed" grep -F "order-2: attempt 0" output
+check "order-2 was tried again" grep -F "order-2: attempt 1" output
+check "order-3 was not tried again" bash -c '! grep -F "order-3: attempt 1" output'
+check "the summary names what failed" grep -F "BUSINESS: card declined (1 attempt)" output
+check "the dead letter is there, with its reason" dead
+check "the report is there as JSON" report
+
+echo "$passed passed, $failed failed"
+[ "$failed" -eq 0 ]

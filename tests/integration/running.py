@@ -1,0 +1,140 @@
+"""A real ``ergon run`` and what it says, for tests that send it signals."""
+
+from __future__ import annotations
+
+import queue
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from threading import Thread
+from typing import Self
+
+#: -P keeps Python from putting the folder on the path by itself: that is for ergon to do.
+ERGON = [sys.executable, "-P", "-c", "from ergon_framework.cli.main import main; main()"]
+PATIENCE = 20.0
+
+#: A queue that writes each fetch and each settlement to a file, so that they outlive the process.
+NOTED = """
+import asyncio, sys, threading, time
+from contextlib import asynccontextmanager, contextmanager
+from ergon_framework import *
+from ergon_framework.scope import current
+
+def note(line):
+    with open("notes", "a") as file:
+        file.write(line + chr(10))
+
+def say(line):
+    print(line, flush=True)
+
+def heard():
+    sys.stdin.readline()
+
+async def heard_async():
+    # A thread of our own: the default executor's would be waited for at the end.
+    done = asyncio.get_running_loop().create_future()
+    loop = asyncio.get_running_loop()
+    threading.Thread(target=lambda: (heard(), loop.call_soon_threadsafe(done.set_result, None)), daemon=True).start()
+    await done
+
+class Noted(MemoryConnector):
+    def fetch_transactions(self, batch_size, **extra):
+        note("fetch")
+        say("fetch")
+        return super().fetch_transactions(batch_size, **extra)
+
+    async def fetch_transactions_async(self, batch_size, **extra):
+        note("fetch")
+        say("fetch")
+        return await super().fetch_transactions_async(batch_size, **extra)
+
+    def settle(self, settlings):
+        results = super().settle(settlings)
+        for (delivery, settlement), result in zip(settlings, results):
+            note(f"{type(settlement).__name__} {delivery.transaction.id} {result}")
+        return results
+
+queue = Noted("orders")
+
+def orders(count):
+    queue.dispatch([Transaction(f"order-{n}", {}) for n in range(1, count + 1)])
+
+def policy(drain=0.4, streaming=True, concurrency=1, retry=None, **loop):
+    return ConsumerPolicy.load({
+        "loop": {"drain_timeout": drain, "streaming": streaming, "concurrency": {"value": concurrency},
+                 "empty_queue": {"backoff": 60.0, "cap": 0.0}, **loop},
+        "steps": {"process": {"retry": retry or {}}, "fetch": {"retry": {"max_attempts": 1}}},
+    })
+"""
+
+
+class Running:
+    """One process of ``ergon run app:task`` in *folder*."""
+
+    def __init__(self, folder: Path, source: str, *options: str) -> None:
+        (folder / "noted.py").write_text(NOTED, encoding="utf-8")
+        (folder / "app.py").write_text(f"from noted import *\n{source}", encoding="utf-8")
+        self._notes = folder / "notes"
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.said: list[str] = []
+        self._process = subprocess.Popen(
+            [*ERGON, "run", "app:task", *options],
+            cwd=folder,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            bufsize=1,
+        )
+        self._reader = Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self.signalled = time.monotonic()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._reader.join()
+        self._process.stdin.close()
+        self._process.stdout.close()
+
+    def _read(self) -> None:
+        for line in self._process.stdout:
+            self._lines.put(line.rstrip())
+
+    def wait_for(self, text: str) -> None:
+        """Return once a line that holds *text* has been printed."""
+        until = time.monotonic() + PATIENCE
+        while True:
+            try:
+                line = self._lines.get(timeout=max(0.0, until - time.monotonic()))
+            except queue.Empty:
+                raise AssertionError(f"never said {text!r}, but: {self.said}") from None
+            self.said.append(line)
+            if text in line:
+                return
+
+    def send(self, number: signal.Signals = signal.SIGTERM) -> None:
+        self.signalled = time.monotonic()
+        self._process.send_signal(number)
+
+    def go(self) -> None:
+        """Let whatever waits for a line on stdin go on."""
+        self._process.stdin.write("go\n")
+
+    def ended(self) -> tuple[int, float]:
+        """The exit code, and how long after the last signal the process was gone."""
+        code = self._process.wait(PATIENCE)
+        seconds = time.monotonic() - self.signalled
+        self._reader.join()
+        while not self._lines.empty():
+            self.said.append(self._lines.get())
+        return code, seconds
+
+    @property
+    def notes(self) -> list[str]:
+        return self._notes.read_text(encoding="utf-8").splitlines() if self._notes.exists() else []

@@ -1,0 +1,138 @@
+"""One id and one key at a time; and the ids of what a handler makes."""
+
+from __future__ import annotations
+
+import pytest
+
+from ergon_framework import scope
+from ergon_framework.connectors.base import Later
+from ergon_framework.errors import ConfigurationError
+from ergon_framework.transaction import Transaction
+from tests.twins.world import Stubborn, fails, gives, policy, takes
+
+
+def keyed(name, key="k"):
+    return Transaction(name, source="queue", key=key)
+
+
+@pytest.mark.spec("CON-34", "CON-21")
+def test_a_delivery_whose_id_is_in_flight_is_deferred_and_takes_no_slot(build):
+    world = build()
+    go = world.signal()
+    world.bodies["process"] = {"a": takes(go)}
+    world.offer("a").start(policy(concurrency=2, batch=1, streaming=True, identity_delay=7.0))
+    world.until(lambda: world.of("process", "a"))
+    world.offer("a", "b", "c")
+    world.until(lambda: {"b", "c"} <= set(world.kinds()))
+    assert world.outcome("a").kind.value == "deferred"
+    assert world.settlements("a") == [Later(7.0)]
+    assert world.outcome("a").attempts == 0
+    go.set()
+    world.until(lambda: len(world.outcomes) == 4)
+    world.stop().finish()
+    assert world.steps("a") == ["process", "success"]
+    assert world.overlap == 1
+
+
+@pytest.mark.spec("CON-34")
+def test_the_same_id_is_welcome_again_once_it_is_settled(build):
+    world = build().offer("a").start(policy(streaming=True))
+    world.until(lambda: world.queue.settled)
+    world.offer("a").until(lambda: len(world.of("process", "a")) == 2)
+
+
+@pytest.mark.spec("CON-34", "CON-21")
+def test_an_abandoned_body_keeps_its_id_from_being_started_again(build):
+    world = build()
+    go = world.signal()
+    world.bodies["process"] = [takes(Stubborn(go)), gives(None)]
+    retry = {"timeout": 0.03, "max_attempts": 1, "abandon_grace": 0.03}
+    world.offer("a").start(
+        policy(concurrency=2, streaming=True, process=retry, identity_delay=0.01, empty_queue={"backoff": 0.03})
+    )
+    world.until(lambda: world.queue.settled)
+    world.offer("a").until(lambda: len(world.outcomes) > 1)
+    assert [outcome.kind.value for outcome in world.outcomes[:2]] == ["failed", "deferred"]
+    assert len(world.of("process", "a")) == 1
+    go.set()
+    world.until(lambda: world.outcomes[-1].kind.value == "succeeded")
+    first, second = world.of("process", "a")
+    assert first.ended <= second.began
+
+
+@pytest.mark.spec("CON-34")
+def test_two_transactions_with_one_key_never_run_at_once_and_start_in_order(build):
+    world = build(process=takes(0.02)).offer(*[keyed(name) for name in "abc"]).run(policy(concurrency=3))
+    calls = world.of("process")
+    assert [call.id for call in calls] == ["a", "b", "c"]
+    assert world.peak == 1
+    assert world.kinds() == dict.fromkeys("abc", "succeeded")
+
+
+@pytest.mark.spec("CON-34")
+def test_a_key_in_flight_holds_up_nobody_else(build):
+    world = build()
+    go = world.signal()
+    world.bodies["process"] = {"a": takes(go)}
+    world.offer(keyed("a"), keyed("b"), keyed("x", "other"), "y", "z").start(policy(concurrency=2))
+    world.until(lambda: {"x", "y", "z"} <= set(world.kinds()))
+    assert world.steps("b") == []
+    go.set()
+    assert world.finish().kinds() == dict.fromkeys("abxyz", "succeeded")
+
+
+@pytest.mark.spec("CON-34")
+def test_the_next_of_a_key_waits_for_the_handlers_and_the_retries_of_the_first(build):
+    world = build(process={"a": [fails(OSError()), gives(None)]}, success={"a": takes(0.05)})
+    world.offer(keyed("a"), keyed("b")).run(policy(concurrency=2))
+    assert world.of("success", "a")[0].ended <= world.of("process", "b")[0].began
+
+
+@pytest.mark.spec("CON-34")
+def test_more_of_one_key_than_may_wait_are_deferred_without_an_attempt(build):
+    world = build()
+    go = world.signal()
+    world.bodies["process"] = {"a": takes(go)}
+    world.offer(keyed("a")).start(policy(concurrency=2, batch=1, streaming=True, identity_delay=7.0))
+    world.until(lambda: world.of("process", "a"))
+    world.offer(*[keyed(name) for name in "bcd"])
+    world.until(lambda: world.outcomes)
+    assert world.kinds() == {"d": "deferred"}
+    assert world.settlements("d") == [Later(7.0)]
+    go.set()
+    world.until(lambda: len(world.outcomes) == 4)
+    world.stop().finish()
+    assert [call.id for call in world.of("process")] == ["a", "b", "c"]
+
+
+@pytest.mark.spec("CON-48")
+def test_what_a_handler_makes_has_the_same_id_in_every_attempt(build):
+    made = []
+
+    def body(call):
+        made.append(Transaction.new({"n": 1}, source="mails", type="invoice").id)
+        if call.number == 0:
+            raise OSError("after the effect")
+
+    world = build(process=body).offer("a").run(policy())
+    assert made == [world.only("success").transaction.derive("mails/invoice")] * 2
+
+
+@pytest.mark.spec("CON-48")
+def test_a_second_effect_of_one_name_in_one_attempt_is_an_error_and_no_silent_repeat(build):
+    def body(call):
+        Transaction.new(source="mails", type="invoice")
+        with pytest.raises(ConfigurationError):
+            Transaction.new(source="mails", type="invoice")
+        return Transaction.new(source="mails", type="invoice", name="second").id
+
+    world = build(process=body).offer("a").run(policy())
+    assert world.only("success").given == world.only("success").transaction.derive("second")
+
+
+@pytest.mark.spec("CON-48")
+def test_derive_depends_on_source_id_and_name_alone(build):
+    world = build(process=lambda call: scope.current().derive("payments.charge")).offer("a").run(policy())
+    again = Transaction("a", {"other": 1}, source="queue", attempts=4)
+    assert world.outcome().result == again.derive("payments.charge")
+    assert world.outcome().result != Transaction("a", source="elsewhere").derive("payments.charge")

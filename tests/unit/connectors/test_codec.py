@@ -1,0 +1,336 @@
+"""The wire: what is written comes back, what is hostile does not get in, and nothing is shown."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from ergon_framework.connectors.base import UndecodableError
+from ergon_framework.connectors.codec import MAX_DEPTH, WIRE, Form, JsonCodec, UnencodableError, decode
+from ergon_framework.errors import Category
+from ergon_framework.failure import Attempt
+from ergon_framework.transaction import HISTORY, Transaction
+
+CODEC = JsonCodec()
+SPEC = Path(__file__).parents[3] / "docs" / "spec" / "wire.md"
+HEADERS = {"ergon-id": "order-7"}
+
+visible = st.text(st.characters(min_codepoint=0x21, max_codepoint=0x7E), min_size=1, max_size=256)
+texts = st.text(st.characters(exclude_categories=("Cc", "Cs", "Zl", "Zp")), min_size=1, max_size=256).filter(
+    lambda text: text == text.strip()
+)
+moments = st.floats(0, 4e9).map(lambda moment: round(moment, 6))
+sentences = st.text(max_size=40)
+attempts = st.builds(
+    Attempt,
+    attempt=st.integers(0, 99),
+    category=st.sampled_from(Category),
+    code=st.none() | sentences,
+    error=sentences,
+    at=moments,
+    delay=st.none() | moments,
+)
+payloads = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | sentences,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(sentences, inner, max_size=4),
+    max_leaves=20,
+)
+transactions = st.builds(
+    Transaction,
+    visible,
+    payloads,
+    source=st.just("") | texts,
+    type=st.just("") | texts,
+    schema_version=st.integers(0, 999_999_999),
+    key=st.none() | texts,
+    tenant=st.none() | texts,
+    correlation=st.none() | texts,
+    causation=st.none() | visible,
+    created_at=st.none() | moments,
+    expires_at=st.none() | moments,
+    attempts=st.integers(0, 999_999_999),
+    history=st.lists(attempts, max_size=HISTORY).map(tuple),
+    trace=st.dictionaries(st.sampled_from(["traceparent", "tracestate", "baggage"]), visible),
+)
+
+
+# -- round trip --------------------------------------------------------------------------------------
+
+
+@pytest.mark.spec("CNN-03")
+@given(transactions)
+def test_a_transaction_comes_back_as_it_was(transaction):
+    body, headers = CODEC.encode(transaction)
+    assert CODEC.decode(body, headers) == transaction
+
+
+@given(transactions)
+def test_every_header_is_a_string_within_its_length(transaction):
+    _, headers = CODEC.encode(transaction)
+    longest = {row.header: row.longest for row in WIRE}
+    assert all(type(text) is str and 0 < len(text) <= longest[header] for header, text in headers.items())
+
+
+def test_what_is_as_without_a_header_is_not_written():
+    assert CODEC.encode(Transaction("order-7")) == (b"null", {"ergon-id": "order-7"})
+
+
+def test_the_source_is_the_queue_where_no_header_names_one():
+    assert CODEC.decode(b"1", HEADERS, source="orders").source == "orders"
+    assert CODEC.decode(b"1", {**HEADERS, "ergon-source": "shop"}, source="orders").source == "shop"
+
+
+def test_times_are_rfc_3339_in_utc():
+    _, headers = CODEC.encode(Transaction("order-7", created_at=1767225599.25))
+    assert headers["ergon-created-at"] == "2025-12-31T23:59:59.250000Z"
+
+
+@pytest.mark.parametrize(
+    "text", ["2025-12-31T23:59:59Z", "2025-12-31T23:59:59+00:00", "2025-12-31T23:59:59.000000000Z"]
+)
+def test_every_way_to_write_utc_is_read(text):
+    assert CODEC.decode(b"1", {**HEADERS, "ergon-expires-at": text}).expires_at == 1767225599.0
+
+
+def test_the_last_ten_attempts_travel():
+    history = tuple(Attempt(attempt=number, category=Category.SYSTEM) for number in range(15))
+    body, headers = CODEC.encode(Transaction("order-7", history=history))
+    assert CODEC.decode(body, headers).history == history[-10:]
+
+
+def test_a_history_that_is_too_long_loses_its_oldest():
+    history = tuple(Attempt(attempt=number, category=Category.SYSTEM, error="ü" * 500) for number in range(10))
+    body, headers = CODEC.encode(Transaction("order-7", history=history))
+    kept = CODEC.decode(body, headers).history
+    assert 0 < len(kept) < 10
+    assert kept == history[-len(kept) :]
+
+
+def test_headers_that_are_not_ours_are_ignored():
+    assert CODEC.decode(b"1", {**HEADERS, "x-death": "\x00", "ergon-future": "1"}).id == "order-7"
+
+
+def test_only_the_w3c_names_of_a_trace_travel():
+    _, headers = CODEC.encode(Transaction("order-7", trace={"traceparent": "00-a-b-01", "x-b3": "1"}))
+    assert headers == {"ergon-id": "order-7", "traceparent": "00-a-b-01"}
+
+
+@pytest.mark.parametrize("text", ["", " ", "a\nb", "x" * 513])
+def test_a_broken_trace_costs_nobody_the_message(text):
+    assert CODEC.decode(b"1", {**HEADERS, "traceparent": text}).trace == {}
+
+
+# -- hostile headers -----------------------------------------------------------------------------------
+
+HOSTILE = {
+    Form.ID: ["", " ", "a b", "a\x00", "a\r\nergon-tenant: other", "\u200b", "é", "x" * 257],
+    Form.TEXT: ["", " x", "x ", "a\nb", "a\x7f", "\u2028", "\ud800", "x" * 257],
+    Form.COUNT: ["", "-1", "+1", "1.0", " 1", "1_0", "٣", "9" * 10, "9" * 5000, "nan"],
+    Form.TIME: [
+        "",
+        "now",
+        "0",
+        "2025-12-31",
+        "2025-12-31T23:59:59",
+        "2025-12-31T23:59:59+01:00",
+        "2025-13-31T23:59:59Z",
+        "2025-12-31T23:59:60Z",
+        "0000-01-01T00:00:00Z",
+        "٢025-12-31T23:59:59Z",
+    ],
+    Form.HISTORY: ["", "{}", "1", "[1]", "[{}]", '[{"attempt": NaN, "category": "SYSTEM"}]', "[" * 16000, "x" * 16385],
+}
+
+
+@pytest.mark.spec("CNN-05")
+@pytest.mark.parametrize("header,text", [(row.header, text) for row in WIRE for text in HOSTILE.get(row.form, ())])
+def test_a_hostile_header_is_undecodable(header, text):
+    with pytest.raises(UndecodableError, match=header):
+        CODEC.decode(b"1", {**HEADERS, header: text})
+
+
+@pytest.mark.parametrize("value", [None, b"order-7", 7, ["order-7"]])
+def test_a_header_that_is_no_string_is_undecodable(value):
+    with pytest.raises(UndecodableError, match="ergon-id"):
+        CODEC.decode(b"1", {"ergon-id": value})
+
+
+def test_without_an_id_there_is_no_transaction():
+    with pytest.raises(UndecodableError, match="ergon-id"):
+        CODEC.decode(b"1", {})
+
+
+# -- hostile bodies ------------------------------------------------------------------------------------
+
+BODIES = {
+    "nothing": b"",
+    "half a document": b'{"a": ',
+    "two documents": b"1 2",
+    "not utf-8": b'"\xff"',
+    "utf-16": '"a"'.encode("utf-16"),
+    "a byte order mark": b"\xef\xbb\xbf1",
+    "NaN": b"[NaN]",
+    "infinity": b"-Infinity",
+    "beyond a float": b"1e999",
+    "beyond an integer": b"9" * 5000,
+    "half a surrogate pair": b'"\\ud800"',
+    "nested too deep": b"[" * (MAX_DEPTH + 1) + b"]" * (MAX_DEPTH + 1),
+    "nested without end": b'{"a":' * 100_000,
+    "a control character": b'"\n"',
+}
+
+
+@pytest.mark.spec("CNN-05")
+@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
+def test_a_hostile_body_is_undecodable(body):
+    with pytest.raises(UndecodableError, match=str(len(body))):
+        CODEC.decode(body, HEADERS)
+
+
+@given(st.binary(max_size=200))
+@example(b'"' + b'\\"' * 50)
+def test_bytes_are_either_a_transaction_that_can_be_written_again_or_undecodable(body):
+    try:
+        transaction = CODEC.decode(body, HEADERS)
+    except UndecodableError:
+        return
+    again, headers = CODEC.encode(transaction)
+    assert CODEC.decode(again, headers) == transaction
+
+
+def test_depth_counts_brackets_and_not_those_in_strings():
+    deepest = b"[" * MAX_DEPTH + b"]" * MAX_DEPTH
+    assert CODEC.decode(deepest, HEADERS)
+    text = '[{"\\"' * 200
+    wide = [[text]] * 200
+    assert CODEC.decode(json.dumps(wide).encode(), HEADERS).payload == wide
+
+
+def test_a_large_hostile_body_is_refused_in_linear_time():
+    quotes = b'"' + b'\\"' * 100_000 + b"[" * 65 + b"\\"
+    began = time.perf_counter()
+    with pytest.raises(UndecodableError):
+        CODEC.decode(quotes, HEADERS)
+    # Looking from every quote to the end would take far longer.
+    assert time.perf_counter() - began < 5
+
+
+def test_the_size_limit_is_the_codecs_own():
+    small = JsonCodec(max_bytes=10)
+    assert small.decode(b'"12345678"', HEADERS).payload == "12345678"
+    with pytest.raises(UndecodableError, match="11 bytes; the limit is 10"):
+        small.decode(b'"123456789"', HEADERS)
+    with pytest.raises(UnencodableError, match="11 bytes; the limit is 10"):
+        small.encode(Transaction("order-7", "123456789"))
+    assert JsonCodec().max_bytes == 1024 * 1024
+
+
+def test_a_codec_takes_at_least_one_byte():
+    with pytest.raises(ValueError, match="max_bytes"):
+        JsonCodec(max_bytes=0)
+
+
+@pytest.mark.spec("CON-26")
+@pytest.mark.parametrize("body", [b'{"card": "4111', b'"4111\xff"', b'["4111", NaN]', b"4111" * 2000])
+def test_an_error_shows_no_payload_not_even_through_its_causes(body):
+    with pytest.raises(UndecodableError) as caught:
+        CODEC.decode(body, HEADERS)
+    error = caught.value
+    assert "4111" not in str(error)
+    assert error.__cause__ is None
+    assert error.__context__ is None
+    assert error.final
+
+
+# -- what cannot be written --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [float("nan"), float("inf"), object(), {"a": b"bytes"}, "\ud800", {(1, 2): 3}],
+    ids=["nan", "inf", "object", "bytes", "half a pair", "a tuple as key"],
+)
+def test_what_json_cannot_hold_is_unencodable(payload):
+    with pytest.raises(UnencodableError, match="order-7") as caught:
+        CODEC.encode(Transaction("order-7", payload))
+    assert caught.value.__context__ is None
+
+
+def test_what_contains_itself_is_unencodable():
+    payload: list = []
+    payload.append(payload)
+    with pytest.raises(UnencodableError):
+        CODEC.encode(Transaction("order-7", payload))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"id": "x" * 257},
+        {"id": "a b"},
+        {"key": ""},
+        {"tenant": "a\nb"},
+        {"schema_version": -1},
+        {"schema_version": 1.5},
+        {"attempts": True},
+        {"created_at": float("nan")},
+        {"created_at": float("inf")},
+        {"expires_at": 1e15},
+        {"history": (Attempt(attempt=0, category=Category.SYSTEM, at=float("nan")),)},
+    ],
+    ids=repr,
+)
+def test_nothing_is_written_that_could_not_be_read(fields):
+    with pytest.raises(UnencodableError, match=next(iter(fields))):
+        CODEC.encode(Transaction(**{"id": "order-7"} | fields))
+
+
+# -- stand-ins ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.spec("CNN-05")
+def test_the_stand_in_of_an_undecodable_message_has_its_bytes_and_a_stable_id():
+    first, second = (decode(CODEC, b"\xff", {"a": "b"}, source="orders") for _ in range(2))
+    other = decode(CODEC, b"\xfe", {"a": "b"}, source="orders")
+    assert first.transaction.payload == b"\xff"
+    assert first.transaction.id == second.transaction.id != other.transaction.id
+    assert first.transaction.source == "orders"
+    assert isinstance(first.error, UndecodableError)
+
+
+def test_the_stand_in_keeps_a_sound_id():
+    assert decode(CODEC, b"\xff", HEADERS, source="").transaction.id == "order-7"
+    assert decode(CODEC, b"1", {"ergon-id": "a b"}, source="").transaction.id.startswith("undecodable-")
+
+
+def test_a_codec_that_breaks_is_an_undecodable_message():
+    class Broken(JsonCodec):
+        def decode(self, body, headers, *, source=""):
+            return {}["4111"]
+
+    stand_in = decode(Broken(), b"4111", HEADERS, source="")
+    assert "KeyError" in str(stand_in.error)
+    assert "4111" not in str(stand_in.error)
+
+
+# -- the spec ----------------------------------------------------------------------------------------------
+
+
+def test_the_documents_table_is_the_codes_table():
+    rows = [line.strip("|\n ").split("|") for line in SPEC.read_text().splitlines() if line.startswith("| `")]
+    written = [tuple(cell.strip(" `") for cell in row[:4]) for row in rows]
+    assert written == [(row.field, row.header, row.form.value, str(row.longest)) for row in WIRE]
+
+
+def test_every_field_of_a_transaction_but_the_payload_has_a_header():
+    assert {row.field for row in WIRE} == set(Transaction.__mro__[1].__slots__) - {"payload"}
+
+
+def test_the_absent_value_is_the_transactions_default():
+    bare = Transaction("order-7")
+    assert all(getattr(bare, row.field) == row.absent for row in WIRE if row.field not in ("id", "trace"))

@@ -1,0 +1,105 @@
+"""What the connector tests share: a clock that is moved by hand, a listener that remembers, half connectors."""
+
+from __future__ import annotations
+
+from ergon_framework.connectors.base import AsyncConnector, Connector
+from ergon_framework.transaction import Transaction
+
+
+class Clock:
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+    def advance(self, seconds):
+        self.now += seconds
+
+
+class Ear:
+    """A listener that remembers what it was told."""
+
+    def __init__(self):
+        self.wakes = 0
+        self.gone = []
+
+    def wake(self):
+        self.wakes += 1
+
+    def lost(self, receipts):
+        self.gone.extend(receipts)
+
+
+class _Half:
+    def __init__(self, inner):
+        self.inner = inner
+
+    @property
+    def name(self):
+        return self.inner.name
+
+    @property
+    def capabilities(self):
+        return self.inner.capabilities
+
+    def listen(self, listener):
+        return self.inner.listen(listener)
+
+
+class OnlySync(_Half, Connector):
+    """A connector that has the sync flavour alone."""
+
+    def fetch_transactions(self, batch_size, **extra):
+        return self.inner.fetch_transactions(batch_size, **extra)
+
+    def settle(self, settlings):
+        return self.inner.settle(settlings)
+
+    def extend(self, deliveries):
+        return self.inner.extend(deliveries)
+
+    def dispatch(self, transactions):
+        return self.inner.dispatch(transactions)
+
+    def depth(self):
+        return self.inner.depth()
+
+    def open(self):
+        self.inner.open()
+
+    def close(self):
+        self.inner.close()
+
+
+class OnlyAsync(_Half, AsyncConnector):
+    """A connector that has the async flavour alone."""
+
+    async def fetch_transactions_async(self, batch_size, **extra):
+        return await self.inner.fetch_transactions_async(batch_size, **extra)
+
+    async def settle_async(self, settlings):
+        return await self.inner.settle_async(settlings)
+
+    async def extend_async(self, deliveries):
+        return await self.inner.extend_async(deliveries)
+
+    async def dispatch_async(self, transactions):
+        return await self.inner.dispatch_async(transactions)
+
+    async def depth_async(self):
+        return await self.inner.depth_async()
+
+    async def open_async(self):
+        await self.inner.open_async()
+
+    async def close_async(self):
+        await self.inner.close_async()
+
+
+def orders(*ids, **fields):
+    return [Transaction(name, {"order": name}, **fields) for name in ids]
+
+
+def ids(deliveries):
+    return [delivery.transaction.id for delivery in deliveries]

@@ -1,0 +1,80 @@
+"""Ctrl-C in the caller's thread is a stop; a second one does not wait."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from ergon_framework.engine.drivers.threads import Threads
+from ergon_framework.engine.drivers.waiting import Alarm, RealTime
+from ergon_framework.engine.effects import Call, Script, call, sleep
+from ergon_framework.engine.outcome import Stopped
+
+
+class Impatient:
+    """An alarm at which Ctrl-C is pressed *times* times, each time after somebody has said so."""
+
+    def __init__(self, times: int, ready: threading.Semaphore) -> None:
+        self._times = times
+        self._ready = ready
+        self._event = threading.Event()
+
+    def ring(self) -> None:
+        self._event.set()
+
+    def wait(self, seconds: float | None) -> None:
+        if self._times:
+            self._times -= 1
+            assert self._ready.acquire(timeout=10)
+            raise KeyboardInterrupt
+        self._event.wait(seconds)
+        self._event.clear()
+
+
+class Pressing(RealTime):
+    """Real time in which somebody presses Ctrl-C while the caller waits."""
+
+    def __init__(self, times: int) -> None:
+        self.ready = threading.Semaphore(0)
+        self._times = times
+        self._alarms = 0
+
+    def alarm(self) -> Alarm:
+        self._alarms += 1
+        return super().alarm() if self._alarms == 1 else Impatient(self._times, self.ready)
+
+
+@pytest.mark.spec("CON-35")
+def test_ctrl_c_stops_the_script_and_is_raised_when_it_has_ended() -> None:
+    pressing = Pressing(1)
+    driver = Threads(1, waiting=pressing)
+    seen: list[Any] = []
+
+    def script() -> Script[None]:
+        pressing.ready.release()
+        seen.append((yield from sleep(driver.clock() + 60)))
+
+    with pytest.raises(KeyboardInterrupt):
+        driver.run(script())
+    assert [type(answer) for answer in seen] == [Stopped]
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_end() -> None:
+    pressing = Pressing(2)
+    driver = Threads(1, waiting=pressing)
+    release = threading.Event()
+
+    def body() -> None:
+        pressing.ready.release()
+        release.wait(10)
+
+    def stubborn() -> Script[None]:
+        while not release.is_set():
+            yield from call(Call("x", body, ()))
+
+    with pytest.raises(KeyboardInterrupt):
+        driver.run(stubborn())
+    assert driver.closed
+    release.set()

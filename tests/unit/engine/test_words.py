@@ -1,0 +1,16 @@
+"""What the engine's words look like when somebody prints them: no payloads."""
+
+from __future__ import annotations
+
+from ergon_framework.engine.effects import Call
+from ergon_framework.engine.outcome import Err, Expired, Ok, Stopped
+
+
+def test_answers_show_types_and_errors_but_no_values() -> None:
+    call = Call("process", int, ())
+    assert [repr(word) for word in (Ok({"card": "4111"}), Err(ValueError("no")), Expired(call), Stopped())] == [
+        "Ok(dict)",
+        "Err(ValueError('no'))",
+        "Expired(Call(process))",
+        "Stopped(None)",
+    ]

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from ergon_framework.errors import ConfigurationError
+from ergon_framework.runner.loading import load_policy, load_task
+
+APP = """
+from ergon_framework import ConsumerMixin, MemoryConnector, Task, consumer, producer
+
+queue = MemoryConnector("orders")
+
+@consumer(queue)
+def charge(order): ...
+
+@consumer(queue)
+async def refund(order): ...
+
+@producer(queue)
+def send(order): ...
+
+class Charge(ConsumerMixin, Task):
+    def process_transaction(self, transaction): ...
+
+made = Charge(queue)
+
+def plain(order): ...
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "loadedapp.py").write_text(APP, encoding="utf-8")
+    (tmp_path / "brokenapp.py").write_text("\nimport loadedapp\nloadedapp.nothing\n", encoding="utf-8")
+    (tmp_path / "needyapp.py").write_text("import no_such_library\n", encoding="utf-8")
+    (tmp_path / "emptyapp.py").write_text("", encoding="utf-8")
+    yield tmp_path
+    for name in ("loadedapp", "brokenapp", "needyapp", "emptyapp"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("name", ["charge", "refund", "made"])
+def test_functions_of_both_flavours_and_classes_are_tasks(folder, name):
+    assert load_task(f"loadedapp:{name}") is getattr(sys.modules["loadedapp"], name)
+
+
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("loadedapp", "write MODULE:TASK"),
+        (":charge", "write MODULE:TASK"),
+        ("./jobs/loadedapp.py:charge", "name the module: jobs.loadedapp:charge"),
+        ("nosuchapp:charge", "there is no module 'nosuchapp'"),
+        ("loadedapp.inner:charge", "there is no module 'loadedapp.inner'"),
+        ("needyapp:charge", "'needyapp' cannot be imported: ModuleNotFoundError: No module named 'no_such_library'"),
+        ("brokenapp:charge", "brokenapp.py, line 3)"),
+        ("loadedapp:chrage", "has no 'chrage'; did you mean 'charge'?"),
+        ("loadedapp:zzz", "its tasks are: charge, refund, made"),
+        ("emptyapp:charge", "it holds no task"),
+        ("loadedapp:Charge", "a class; make an instance of it: charge = Charge(connector)"),
+        ("loadedapp:send", "only produces"),
+        ("loadedapp:plain", "decorate it with @consumer(connector)"),
+        ("loadedapp:queue", "of type MemoryConnector"),
+    ],
+)
+def test_what_is_no_task_is_refused_with_the_way_out(folder, name, said):
+    with pytest.raises(ConfigurationError) as caught:
+        load_task(name)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name, content",
+    [("p.toml", "[loop]\nstreaming = true\n"), ("p.json", '{"loop": {"streaming": true}}')],
+)
+def test_a_policy_is_read_from_either_format_and_keeps_the_other_defaults(tmp_path, name, content):
+    (tmp_path / name).write_text(content, encoding="utf-8")
+    policy = load_policy(tmp_path / name)
+    assert (policy.loop.streaming, policy.loop.drain_timeout) == (True, 30.0)
+
+
+@pytest.mark.spec("RUN-03")
+@pytest.mark.parametrize(
+    "name, content, said",
+    [
+        ("p.yaml", "", "must end in .toml or .json"),
+        ("gone.toml", None, "cannot be read: No such file"),
+        ("p.toml", "[loop", "cannot be parsed"),
+        ("p.json", "[]", "must hold a table, not a list"),
+        ("p.toml", "[loop]\nlimt = 3", "did you mean 'limit'?"),
+        ("p.toml", "[loop]\nlimit = -3", "loop.limit"),
+    ],
+)
+def test_a_policy_file_that_is_wrong_says_where(tmp_path, name, content, said):
+    if content is not None:
+        (tmp_path / name).write_text(content, encoding="utf-8")
+    with pytest.raises(ConfigurationError) as caught:
+        load_policy(tmp_path / name)
+    assert name in str(caught.value)
+    assert said in str(caught.value)

@@ -1,0 +1,215 @@
+"""Errors carry their verdict and survive the way to another process."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import threading
+
+import pytest
+
+from ergon_framework.errors import (
+    Category,
+    ConfigurationError,
+    ConnectionLost,
+    ErgonError,
+    MissingExtraError,
+    extra,
+    text,
+)
+
+
+def sent(error):
+    """The error as another process would receive it."""
+    return pickle.loads(pickle.dumps(error))
+
+
+class Demanding(Exception):
+    """Can be pickled, but not loaded: a common mistake of other people's exceptions."""
+
+    def __init__(self, place, reason):
+        super().__init__(f"{place}: {reason}")
+
+
+class Mute(Exception):
+    def __str__(self):
+        raise RuntimeError("no words")
+
+
+class Becoming(Exception):
+    """Arrives as something that is no exception."""
+
+    def __reduce__(self):
+        return str, ("not an exception",)
+
+
+class Special(ErgonError):
+    category = Category.BUSINESS
+    retry_after = 7.0
+    final = True
+    code = "special"
+
+
+# -- the verdict ----------------------------------------------------------------------------------
+
+
+@pytest.mark.spec("CON-44")
+def test_an_error_that_says_nothing_may_be_retried_at_once():
+    error = ErgonError("broken")
+    assert (error.category, error.retry_after, error.final, error.code) == (Category.SYSTEM, None, False, None)
+    assert str(error) == "broken"
+
+
+@pytest.mark.spec("CON-44")
+def test_an_error_carries_the_verdict_it_is_given():
+    error = ErgonError("busy", category=Category.TIMEOUT, retry_after=1.5, final=True, code="busy")
+    assert (error.category, error.retry_after, error.final, error.code) == (Category.TIMEOUT, 1.5, True, "busy")
+
+
+@pytest.mark.spec("CON-44")
+def test_a_class_can_hold_the_verdict_of_its_errors():
+    error = Special("no")
+    assert (error.category, error.retry_after, error.final, error.code) == (Category.BUSINESS, 7.0, True, "special")
+
+
+@pytest.mark.spec("CON-44")
+def test_an_error_may_differ_from_its_class_without_changing_it():
+    error = Special("no", category=Category.SYSTEM, retry_after=0, final=False, code="other")
+    assert (error.category, error.retry_after, error.final, error.code) == (Category.SYSTEM, 0, False, "other")
+    assert (Special.category, Special.retry_after, Special.final, Special.code) == (
+        Category.BUSINESS,
+        7.0,
+        True,
+        "special",
+    )
+
+
+@pytest.mark.parametrize("seconds", [-1, -0.001, float("nan"), float("inf")])
+def test_a_retry_after_that_cannot_be_waited_is_refused(seconds):
+    with pytest.raises(ValueError, match="retry_after must be a finite number of seconds >= 0"):
+        ErgonError("broken", retry_after=seconds)
+
+
+def test_a_category_may_be_given_by_its_name_and_no_other():
+    assert ErgonError(category="TIMEOUT").category is Category.TIMEOUT
+    with pytest.raises(ValueError, match="LATER"):
+        ErgonError(category="LATER")
+
+
+def test_a_category_is_written_as_its_name():
+    assert json.dumps({"category": Category.BUSINESS}) == '{"category": "BUSINESS"}'
+
+
+@pytest.mark.parametrize(
+    "kind, final, code",
+    [
+        (ConfigurationError, True, "configuration"),
+        (MissingExtraError, True, "missing_extra"),
+        (ConnectionLost, False, "connection_lost"),
+    ],
+)
+def test_each_kind_has_its_own_verdict(kind, final, code):
+    error = kind("broken")
+    assert isinstance(error, ErgonError)
+    assert (error.category, error.final, error.code, error.retry_after) == (Category.SYSTEM, final, code, None)
+
+
+# -- to another process ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("move", [sent, copy.copy, copy.deepcopy])
+def test_an_error_arrives_with_its_verdict(move):
+    error = ErgonError("busy", category=Category.TIMEOUT, retry_after=1.5, final=True, code="busy")
+    error.note = "and whatever else was set"
+    arrived = move(error)
+    assert type(arrived) is ErgonError
+    assert str(arrived) == "busy"
+    assert vars(arrived) == vars(error)
+    assert arrived.__cause__ is None
+
+
+@pytest.mark.parametrize("kind", [ConfigurationError, MissingExtraError, ConnectionLost, Special])
+def test_every_kind_arrives_as_itself(kind):
+    arrived = sent(kind("broken", retry_after=2))
+    assert type(arrived) is kind
+    assert (str(arrived), arrived.code, arrived.final, arrived.retry_after) == ("broken", kind.code, kind.final, 2)
+
+
+def test_an_error_arrives_with_the_whole_chain_of_its_causes():
+    error = ErgonError("top")
+    error.__cause__ = ErgonError("middle", code="m")
+    error.__cause__.__cause__ = ValueError("bottom")
+    arrived = sent(error)
+    assert (str(arrived.__cause__), arrived.__cause__.code) == ("middle", "m")
+    assert type(arrived.__cause__.__cause__) is ValueError
+    assert arrived.__cause__.__cause__.args == ("bottom",)
+
+
+def test_a_long_chain_of_causes_costs_no_more_than_its_length():
+    # If each level were pickled twice, forty levels would never end.
+    error = None
+    for level in range(40):
+        error, below = ErgonError(f"level {level}"), error
+        error.__cause__ = below
+    arrived = sent(error)
+    for level in reversed(range(40)):
+        assert str(arrived) == f"level {level}"
+        arrived = arrived.__cause__
+    assert arrived is None
+
+
+def unpicklable():
+    return ValueError("holds a lock", threading.Lock())
+
+
+@pytest.mark.parametrize(
+    "cause, described",
+    [
+        (unpicklable(), "ValueError: ('holds a lock', <unlocked"),
+        (Demanding("shop", "closed"), "Demanding: shop: closed"),
+        (Becoming("odd"), "Becoming: odd"),
+    ],
+    ids=["cannot leave", "cannot arrive", "arrives as something else"],
+)
+def test_a_cause_that_cannot_travel_arrives_as_its_description(cause, described):
+    error = ErgonError("top", code="t")
+    error.__cause__ = cause
+    arrived = sent(error)
+    assert (str(arrived), arrived.code) == ("top", "t")
+    assert type(arrived.__cause__) is ErgonError
+    assert str(arrived.__cause__).startswith(described)
+
+
+def test_a_cause_without_words_does_not_hold_up_its_error():
+    error = ErgonError("top")
+    error.__cause__ = Mute(threading.Lock())
+    assert str(sent(error).__cause__) == "Mute: Mute without a readable message"
+
+
+def test_sending_an_error_leaves_it_as_it_was():
+    error = ErgonError("top")
+    error.__cause__ = cause = unpicklable()
+    sent(error)
+    assert error.__cause__ is cause
+
+
+def test_the_text_of_an_error_is_what_it_says():
+    assert text(ValueError("broken")) == "broken"
+
+
+# -- extras ---------------------------------------------------------------------------------------
+
+
+def test_a_module_that_is_there_is_handed_over():
+    assert extra("anything", "json") is json
+
+
+def test_a_missing_module_is_answered_with_the_extra_that_brings_it():
+    with pytest.raises(MissingExtraError) as caught:
+        extra("rabbitmq", "no_such_module_anywhere")
+    assert str(caught.value) == (
+        "'no_such_module_anywhere' is not installed; run: pip install 'ergon-framework[rabbitmq]'"
+    )
+    assert isinstance(caught.value, ImportError)
+    assert isinstance(caught.value.__cause__, ModuleNotFoundError)

@@ -1,0 +1,127 @@
+"""What user code raises, and what the loops raise."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from ergon_framework.errors import ErgonError
+from ergon_framework.task import exceptions
+from ergon_framework.task.exceptions import (
+    BusinessError,
+    Category,
+    ConnectionLost,
+    FetchException,
+    FetchTimeoutException,
+    LoopStalled,
+    LoopTimeout,
+    TransactionException,
+)
+
+
+class Declined(BusinessError):
+    code = "declined"
+
+
+class OutOfStock(TransactionException):
+    category = Category.BUSINESS
+    retry_after = 60.0
+
+
+def verdict(error):
+    return error.category, error.retry_after, error.final, error.code
+
+
+@pytest.mark.spec("CON-44")
+@pytest.mark.parametrize("category", Category)
+def test_a_transaction_fails_with_the_category_it_is_given(category):
+    assert TransactionException("broken", category).category is category
+    assert TransactionException("broken", category=category).category is category
+
+
+@pytest.mark.spec("CON-44")
+def test_a_transaction_exception_without_a_category_is_a_system_failure():
+    assert verdict(TransactionException("broken")) == (Category.SYSTEM, None, False, None)
+
+
+@pytest.mark.spec("CON-44")
+def test_a_transaction_exception_carries_its_whole_verdict():
+    error = TransactionException("busy", Category.TIMEOUT, retry_after=3, final=True, code="busy")
+    assert verdict(error) == (Category.TIMEOUT, 3, True, "busy")
+
+
+@pytest.mark.spec("CON-44")
+def test_a_business_error_is_a_business_failure_with_a_code():
+    assert verdict(BusinessError("card declined", code="declined")) == (Category.BUSINESS, None, False, "declined")
+    assert verdict(BusinessError("card declined")) == (Category.BUSINESS, None, False, None)
+    assert isinstance(BusinessError(), TransactionException)
+
+
+@pytest.mark.spec("CON-44")
+def test_a_users_own_class_holds_its_verdict():
+    assert verdict(Declined("no")) == (Category.BUSINESS, None, False, "declined")
+    assert verdict(OutOfStock("no")) == (Category.BUSINESS, 60.0, False, None)
+    assert verdict(OutOfStock("no", Category.SYSTEM, retry_after=0)) == (Category.SYSTEM, 0, False, None)
+
+
+def test_a_body_is_not_running_unless_somebody_says_so():
+    assert TransactionException("late", Category.TIMEOUT).still_running is False
+
+
+def test_a_fetch_timeout_is_a_fetch_failure():
+    error = FetchTimeoutException("no answer")
+    assert isinstance(error, FetchException)
+    assert verdict(error) == (Category.TIMEOUT, None, False, "fetch_timeout")
+    assert verdict(FetchException("refused")) == (Category.SYSTEM, None, False, "fetch")
+    assert error.report is None
+
+
+def test_a_lost_connection_is_no_fetch_failure():
+    assert not issubclass(ConnectionLost, FetchException)
+
+
+def test_a_loop_timeout_is_the_built_in_timeout_with_a_report():
+    error = LoopTimeout("over", {"done": 3})
+    assert isinstance(error, TimeoutError)
+    assert (str(error), error.report) == ("over", {"done": 3})
+    assert verdict(error) == (Category.TIMEOUT, None, False, "loop_timeout")
+
+
+def test_a_stalled_loop_says_so_with_a_report():
+    error = LoopStalled("stuck", report=["a"])
+    assert not isinstance(error, TimeoutError)
+    assert (str(error), error.report) == ("stuck", ["a"])
+    assert verdict(error) == (Category.SYSTEM, None, False, "loop_stalled")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        TransactionException("a", Category.TIMEOUT, retry_after=2, final=True, code="c"),
+        BusinessError("a", code="c"),
+        Declined("a"),
+        OutOfStock("a"),
+        FetchException("a"),
+        FetchTimeoutException("a"),
+        LoopTimeout("a", {"done": 3}),
+        LoopStalled("a", {"done": 3}),
+        ConnectionLost("a"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_every_exception_arrives_in_another_process_as_it_was(error):
+    error.__cause__ = ValueError("below")
+    error.still_running = True
+    arrived = pickle.loads(pickle.dumps(error))
+    assert type(arrived) is type(error)
+    assert str(arrived) == "a"
+    assert verdict(arrived) == verdict(error)
+    assert vars(arrived) == vars(error)
+    assert repr(arrived.__cause__) == "ValueError('below')"
+
+
+def test_everything_that_is_raised_has_the_one_root():
+    kinds = [getattr(exceptions, name) for name in exceptions.__all__ if name != "Category"]
+    assert kinds
+    assert all(issubclass(kind, ErgonError) for kind in kinds)

@@ -1,0 +1,239 @@
+"""Transaction: frozen, cheap, and the source of every id made while handling it."""
+
+from __future__ import annotations
+
+import contextvars
+import copy
+import doctest
+import pickle
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ergon_framework import scope, transaction
+from ergon_framework.errors import Category, ConfigurationError
+from ergon_framework.failure import Attempt
+from ergon_framework.transaction import Transaction
+
+FULL = Transaction(
+    "order-7",
+    {"total": 12},
+    source="shop",
+    type="order.placed",
+    schema_version=2,
+    key="customer-1",
+    tenant="acme",
+    correlation="basket-3",
+    causation="click-9",
+    created_at=1.0,
+    expires_at=2.0,
+    attempts=4,
+    history=(Attempt(attempt=3, category=Category.SYSTEM, error="busy"),),
+    trace={"traceparent": "00-1-2-01"},
+)
+FIELDS = [name for name in dir(FULL) if not name.startswith("_") and not callable(getattr(FULL, name))]
+
+
+def below_handler(function, handled=FULL):
+    """Run *function* as if below the handler of *handled*, leaving this test's context alone."""
+
+    def body():
+        scope.enter(scope.Scope(handled, step="process", attempt=0))
+        return function()
+
+    return contextvars.copy_context().run(body)
+
+
+# -- the envelope ---------------------------------------------------------------------------------
+
+
+def test_the_envelope_has_fourteen_fields():
+    assert len(FIELDS) == 14
+
+
+def test_only_the_id_is_needed():
+    bare = Transaction("order-7")
+    assert {name: getattr(bare, name) for name in FIELDS} == {
+        "id": "order-7",
+        "payload": None,
+        "source": "",
+        "type": "",
+        "schema_version": 1,
+        "key": None,
+        "tenant": None,
+        "correlation": None,
+        "causation": None,
+        "created_at": None,
+        "expires_at": None,
+        "attempts": 0,
+        "history": (),
+        "trace": {},
+    }
+
+
+def test_a_transaction_without_an_id_is_refused():
+    with pytest.raises(ValueError, match="needs an id that stays the same"):
+        Transaction("")
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_no_field_can_be_changed_or_deleted(name):
+    with pytest.raises(AttributeError, match=rf"frozen; use replace\({name}="):
+        setattr(FULL, name, None)
+    with pytest.raises(AttributeError, match=f"frozen; '{name}' cannot be deleted"):
+        delattr(FULL, name)
+
+
+def test_no_field_can_be_added():
+    with pytest.raises(AttributeError, match="frozen"):
+        FULL.note = "x"
+    assert not hasattr(FULL, "__dict__")
+
+
+def test_the_empty_trace_carrier_that_transactions_share_cannot_be_written():
+    with pytest.raises(TypeError):
+        Transaction("a").trace["traceparent"] = "00-1-2-01"
+    assert Transaction("b").trace == {}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_copy_differs_in_what_was_named_only(name):
+    changed = FULL.replace(**{name: "other"})
+    assert getattr(changed, name) == "other"
+    assert {n: getattr(changed, n) for n in FIELDS if n != name} == {n: getattr(FULL, n) for n in FIELDS if n != name}
+    assert changed != FULL
+    assert getattr(FULL, name) != "other"
+
+
+def test_a_copy_is_checked_like_a_new_one():
+    with pytest.raises(ValueError, match="needs an id"):
+        FULL.replace(id="")
+    with pytest.raises(TypeError, match="colour"):
+        FULL.replace(colour="red")
+
+
+def test_equal_transactions_are_equal_and_hash_alike():
+    again = FULL.replace()
+    assert again == FULL
+    assert again is not FULL
+    assert hash(again) == hash(FULL)
+    assert FULL != "order-7"
+    assert len({FULL, again, FULL.replace(source="other")}) == 2
+
+
+def test_a_payload_that_cannot_be_hashed_does_not_matter():
+    assert hash(Transaction("a", {"x": []})) == hash(Transaction("a"))
+
+
+def test_the_payload_is_not_shown():
+    shown = f"{Transaction('a', 'card 4242')!r} {Transaction('a', 'card 4242')}"
+    assert "4242" not in shown
+    assert "id='a'" in shown
+
+
+@pytest.mark.parametrize("original", [FULL, Transaction("a")], ids=["full", "bare"])
+@pytest.mark.parametrize("move", [lambda t: pickle.loads(pickle.dumps(t)), copy.copy, copy.deepcopy])
+def test_a_transaction_can_travel_and_be_copied(original, move):
+    arrived = move(original)
+    assert arrived == original
+    assert type(arrived) is Transaction
+
+
+# -- derived ids ----------------------------------------------------------------------------------
+
+
+@pytest.mark.spec("CON-48")
+def test_a_derived_id_is_known_beforehand():
+    # A changed value would make every effect in flight happen twice at the next upgrade.
+    assert Transaction("order-7", source="shop").derive("payments.charge") == "54f91bcc4ace439188677154d913d596"
+
+
+@pytest.mark.spec("CON-48")
+@pytest.mark.parametrize("name", [name for name in FIELDS if name not in {"id", "source"}])
+def test_a_derived_id_depends_on_nothing_but_source_id_and_name(name):
+    assert FULL.replace(**{name: "other"}).derive("x") == FULL.derive("x")
+
+
+@pytest.mark.spec("CON-48")
+def test_a_derived_id_is_the_same_in_another_process():
+    program = "from ergon_framework.transaction import Transaction as T; print(T('ü', source='s').derive('n'))"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PYTHONHASHSEED": "1", "PYTHONPATH": ":".join(sys.path)},
+    )
+    assert done.stdout.strip() == Transaction("ü", source="s").derive("n")
+
+
+parts = st.tuples(st.text(max_size=3), st.text(min_size=1, max_size=3), st.text(max_size=3))
+
+
+@pytest.mark.spec("CON-48")
+@given(parts, parts)
+def test_different_sources_ids_or_names_never_share_an_id(one, other):
+    ids = [Transaction(own, source=source).derive(name) for source, own, name in (one, other)]
+    assert (ids[0] == ids[1]) == (one == other)
+
+
+@pytest.mark.spec("CON-48")
+def test_the_border_between_the_parts_counts():
+    spellings = [("a", "bc", "d"), ("ab", "c", "d"), ("a", "b", "cd"), ("", "abc", "d")]
+    assert len({Transaction(own, source=source).derive(name) for source, own, name in spellings}) == 4
+
+
+def test_a_transaction_derives_the_same_name_as_often_as_it_is_asked():
+    assert FULL.derive("x") == FULL.derive("x")
+
+
+# -- new transactions -----------------------------------------------------------------------------
+
+
+def test_outside_of_a_handler_a_new_transaction_has_a_random_id():
+    one, other = Transaction.new({"x": 1}, source="shop"), Transaction.new({"x": 1}, source="shop")
+    assert one.id != other.id
+    assert (one.payload, one.source, one.tenant, one.causation) == ({"x": 1}, "shop", None, None)
+    assert one.created_at > 1.6e9
+
+
+def test_a_new_transaction_keeps_what_it_is_given():
+    made = Transaction.new(id="mine", created_at=5.0, tenant="acme")
+    assert (made.id, made.created_at, made.tenant) == ("mine", 5.0, "acme")
+
+
+@pytest.mark.spec("CON-48")
+def test_below_a_handler_a_new_transaction_has_an_id_derived_from_the_handled_one():
+    def dispatched():
+        return Transaction.new(source="mail", type="receipt")
+
+    first, second = below_handler(dispatched), below_handler(dispatched)
+    assert first.id == second.id == FULL.derive("mail/receipt")
+    assert (first.tenant, first.correlation, first.causation) == ("acme", "basket-3", "order-7")
+
+
+@pytest.mark.spec("CON-48")
+def test_a_second_new_transaction_of_one_name_needs_a_name_of_its_own():
+    def twice():
+        Transaction.new(source="mail", type="receipt")
+        return Transaction.new(source="mail", type="receipt")
+
+    def named():
+        Transaction.new(source="mail", type="receipt")
+        return Transaction.new(source="mail", type="receipt", name="mail/receipt/2")
+
+    with pytest.raises(ConfigurationError, match="second effect named 'mail/receipt'"):
+        below_handler(twice)
+    assert below_handler(named).id == FULL.derive("mail/receipt/2")
+
+
+def test_below_a_handler_what_is_given_wins_over_what_is_inherited():
+    made = below_handler(lambda: Transaction.new(id="mine", tenant="other", correlation="c", causation="d"))
+    assert (made.id, made.tenant, made.correlation, made.causation) == ("mine", "other", "c", "d")
+
+
+def test_the_examples_are_true():
+    assert doctest.testmod(transaction, raise_on_error=True).attempted > 0

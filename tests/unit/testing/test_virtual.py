@@ -1,0 +1,158 @@
+"""Virtual time under threads and under asyncio: it stands still while somebody works, and jumps otherwise."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from functools import partial
+
+import pytest
+
+from ergon_framework.connectors.memory import MemoryConnector
+from ergon_framework.engine.drivers.daemons import DaemonExecutor
+from ergon_framework.engine.drivers.threads import Threads
+from ergon_framework.engine.effects import NEVER, sleep, wait
+from ergon_framework.task.mixins.consumer import ConsumerMixin
+from ergon_framework.task.mixins.policies import ConsumerPolicy
+from ergon_framework.testing.virtual import DAWN, Deadlock, VirtualLoop, VirtualTime, run_virtual
+from ergon_framework.transaction import Transaction
+
+
+class Sleeper(ConsumerMixin):
+    def __init__(self, virtual, connector):
+        self.virtual = virtual
+        self.connector = connector
+
+    def process_transaction(self, transaction):
+        self.virtual.sleep(transaction.payload)
+
+
+def consumed(virtual, naps, **loop):
+    connector = MemoryConnector("naps", clock=virtual.clock)
+    connector.dispatch([Transaction(f"t{n}", nap, source="test") for n, nap in enumerate(naps)])
+    policy = ConsumerPolicy.load({"loop": loop, "steps": {"process": {"retry": {"timeout": None}}}})
+    return Sleeper(virtual, connector).consume_transactions(policy, driver=partial(Threads, waiting=virtual))
+
+
+def test_an_hour_of_threads_takes_no_time():
+    virtual, began = VirtualTime(), time.monotonic()
+    report = consumed(virtual, [3600.0, 1800.0, 1800.0], concurrency={"value": 2})
+    assert report.finished == 3
+    assert virtual.clock() == 3600.0
+    assert time.monotonic() - began < 5
+
+
+def test_time_stands_still_while_a_thread_works():
+    virtual = VirtualTime()
+    pool = DaemonExecutor(2, waiting=virtual)
+    seen = []
+
+    def works():
+        seen.extend(virtual.clock() for _ in range(1000))
+
+    pool.execute(virtual.sleep, 5.0)
+    pool.execute(works)
+    virtual.sleep(1.0)
+    assert set(seen) == {0.0}
+    assert virtual.clock() == 1.0
+    pool.shutdown(wait=False)
+    virtual.rest()
+    assert virtual.clock() == 5.0
+
+
+def test_sleepers_wake_in_the_order_of_their_times():
+    virtual, woken = VirtualTime(), []
+    pool = DaemonExecutor(3, waiting=virtual)
+    for seconds in (3.0, 1.0, 2.0):
+        pool.execute(lambda seconds=seconds: (virtual.sleep(seconds), woken.append((virtual.clock(), seconds))))
+    pool.shutdown(wait=False)
+    virtual.rest()
+    assert woken == [(1.0, 1.0), (2.0, 2.0), (3.0, 3.0)]
+
+
+def test_an_action_happens_at_its_moment():
+    virtual, seen = VirtualTime(start=10.0), []
+    virtual.at(12.5, lambda: seen.append(virtual.clock()))
+    virtual.sleep(5.0)
+    assert (seen, virtual.clock(), virtual.senses.wall()) == ([12.5], 15.0, DAWN + 15.0)
+
+
+def test_an_alarm_that_was_rung_before_is_heard():
+    virtual = VirtualTime()
+    alarm = virtual.alarm()
+    alarm.ring()
+    alarm.wait(None)
+    alarm.wait(2.0)
+    assert virtual.clock() == 2.0
+
+
+def test_threads_that_wait_for_nothing_are_a_deadlock_and_not_a_hang():
+    virtual = VirtualTime()
+    driver = Threads(1, waiting=virtual)
+
+    def script():
+        yield from wait(driver.mailbox())
+
+    with pytest.raises(Deadlock, match="every thread waits"):
+        driver.run(script())
+
+
+def test_the_dice_of_one_seed_fall_the_same():
+    first, second, other = (VirtualTime(seed).senses.dice for seed in (7, 7, 8))
+    assert [first(), first()] == [second(), second()]
+    assert first() != other()
+
+
+def test_an_event_loop_jumps_to_its_timers():
+    async def main():
+        began = asyncio.get_running_loop().time()
+        await asyncio.gather(asyncio.sleep(3600.0), asyncio.sleep(60.0))
+        return asyncio.get_running_loop().time() - began
+
+    began = time.monotonic()
+    assert run_virtual(main()) == pytest.approx(3600.0)
+    assert time.monotonic() - began < 5
+
+
+def test_an_event_loop_stands_still_while_a_thread_of_its_own_works():
+    async def main():
+        loop, go = asyncio.get_running_loop(), threading.Event()
+        timer = loop.call_later(10.0, lambda: None)
+        outside = loop.run_in_executor(None, go.wait)
+        await asyncio.sleep(0)
+        threading.Timer(0.01, go.set).start()
+        await outside
+        timer.cancel()
+        return loop.time()
+
+    assert run_virtual(main()) == 0.0
+
+
+def test_an_event_loop_hears_other_threads():
+    async def main():
+        loop = asyncio.get_running_loop()
+        heard = loop.create_future()
+        await loop.run_in_executor(None, lambda: loop.call_soon_threadsafe(heard.set_result, "heard"))
+        return await heard
+
+    assert run_virtual(main()) == "heard"
+
+
+def test_tasks_that_wait_for_nothing_are_a_deadlock_and_not_a_hang():
+    loop = VirtualLoop()
+    waits = loop.create_future()
+    with pytest.raises(Deadlock, match="every task waits"):
+        loop.run_until_complete(waits)
+    loop.close()
+
+
+def test_a_driver_sleeps_in_virtual_time():
+    virtual = VirtualTime()
+
+    def script():
+        yield from sleep(42.0)
+        return virtual.clock()
+
+    assert Threads(1, waiting=virtual).run(script()) == 42.0
+    assert virtual.clock() < NEVER
