@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
-from queue import Empty, SimpleQueue
 from signal import Signals
 from threading import Thread
 from typing import Any, TypeAlias
@@ -20,6 +19,7 @@ from typing import Any, TypeAlias
 from ergon_framework.runner.exits import Exit, exit_of
 from ergon_framework.runner.signals import heard
 from ergon_framework.runner.stopping import Stopping
+from ergon_framework.runner.tokens import Tokens
 from ergon_framework.task.base import AsyncTask, Task
 from ergon_framework.task.mixins.policies import ConsumerPolicy
 from ergon_framework.task.report import Report
@@ -69,7 +69,7 @@ class Process:
         self._policy = policy
         self._on_signal = on_signal
         self._stopping = Stopping(consumer)
-        self._tokens: SimpleQueue[Signals | _Over | Ended] = SimpleQueue()
+        self._tokens: Tokens[Signals | _Over | Ended] = Tokens()
         self._report: Report | None = None
         self._left = 0
         self._signals = 0
@@ -77,7 +77,7 @@ class Process:
 
     def run(self) -> Ended:
         """Run the task; to be called in the main thread, because only that hears signals."""
-        with heard(self._tokens.put):
+        with heard(self._tokens):
             Thread(target=self._work, name="ergon-task", daemon=True).start()
             return self._watch()
 
@@ -85,9 +85,8 @@ class Process:
 
     def _watch(self) -> Ended:
         while True:
-            try:
-                token = self._tokens.get(timeout=self._patience())
-            except Empty:
+            token = self._tokens.get(self._patience())
+            if token is None:
                 return Ended(self._report, forced=True, deadline=time.monotonic() + LAST)
             if isinstance(token, Ended):
                 self._shorten(self._grace)
