@@ -7,6 +7,7 @@ reason in tools/mutants_equivalent.toml. The last line that is printed is one ob
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import sys
@@ -52,10 +53,32 @@ def reasons(path: Path, table: str) -> dict[Key, str]:
     return {(one["file"], one["function"], one["change"]): one["reason"] for one in entries}
 
 
+class Memory:
+    """What tests have noticed before, for runs that only ask about the rest while tests are being written."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        lines = path.read_text(encoding="utf-8").splitlines() if path is not None and path.exists() else []
+        self._noticed = {tuple(one[:-1]): one[-1] for one in map(json.loads, lines)}
+
+    def noticed(self, mutant: Mutant) -> str | None:
+        return self._noticed.get(self._name(mutant))
+
+    def keep(self, verdict: Verdict) -> None:
+        if self._path is not None and verdict.word == "killed":
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps([*self._name(verdict.mutant), verdict.by]) + "\n")
+
+    def _name(self, mutant: Mutant) -> tuple[str | int, ...]:
+        source = hashlib.sha256(mutant.path.read_bytes()).hexdigest()[:16]
+        return source, *key(mutant), mutant.line
+
+
 class Tally:
     """Counts while the mutants are asked about, and says how long it will still take."""
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, memory: Memory) -> None:
+        self._memory = memory
         self.verdicts: list[Verdict] = []
         self._total = total
         self._began = 0.0
@@ -65,6 +88,7 @@ class Tally:
 
     def add(self, verdict: Verdict) -> None:
         self.verdicts.append(verdict)
+        self._memory.keep(verdict)
         done = len(self.verdicts)
         if done % 50 == 0 or done == self._total:
             words = Counter(one.word for one in self.verdicts)
@@ -129,6 +153,9 @@ def options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--list-survivors", action="store_true", help="print survivors as entries for the list as well")
     # The tests mostly wait, so that twice as many as there are processors keep those busy.
     parser.add_argument("--workers", type=int, default=2 * (os.cpu_count() or 1))
+    parser.add_argument(
+        "--remember", type=Path, metavar="FILE", help="keep what was noticed there; files that did not change keep it"
+    )
     parser.add_argument("--patience", type=float, default=20.0, help="seconds of tests that a mutant has to survive")
     return parser.parse_args(arguments)
 
@@ -142,7 +169,10 @@ def main(arguments: list[str] | None = None) -> int:
     mutants = [mutant for path in paths for mutant in mutants_of(path)]
     for mutant in mutants:
         mutant.known = key(mutant) in known
-    tally = Tally(len(mutants))
+    memory = Memory(given.remember)
+    noticed = [Verdict(one, "killed", by) for one in mutants if (by := memory.noticed(one)) is not None]
+    mutants = [one for one in mutants if memory.noticed(one) is None]
+    tally = Tally(len(mutants), memory)
 
     def work(runner: Runner) -> None:
         failing = sorted(runner.baseline.failing)
@@ -151,13 +181,14 @@ def main(arguments: list[str] | None = None) -> int:
         tally.begin()
         runner.ask(mutants, tally.add)
 
-    code = Runner(paths=paths, tests=list(TESTS), workers=given.workers, patience=given.patience).run(work)
+    asked = {"paths": paths, "tests": list(TESTS), "timeless": "tests/properties/"}
+    code = Runner(**asked, workers=given.workers, patience=given.patience).run(work)
     if len(tally.verdicts) < len(mutants):
         print(f"the tests could not be run: pytest ended with {code}", file=sys.stderr)
         return 1
     if given.list_survivors:
         offer([one for one in tally.verdicts if not one.mutant.known])
-    return judge(tally.verdicts, known, files={path.relative_to(ROOT).as_posix() for path in paths})
+    return judge(noticed + tally.verdicts, known, files={path.relative_to(ROOT).as_posix() for path in paths})
 
 
 def judge(verdicts: list[Verdict], known: dict[Key, str], *, files: set[str]) -> int:

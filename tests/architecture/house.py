@@ -90,7 +90,8 @@ NOT_THE_API = tuple(f"opentelemetry.{name}" for name in ("sdk", "exporter", "ins
 #: Modules that decide and never act: clocks and dice are handed in.
 PURE = (
     *(f"engine.{name}" for name in ("effects", "outcome", "backoff", "attempts")),
-    *(f"task.{name}" for name in ("lifecycle", "consume", "produce", "settle", "report")),
+    *(f"task.{name}" for name in ("lifecycle", "consume", "produce", "fetch", "settle", "renew", "handling", "intake")),
+    *(f"task.{name}" for name in ("admission", "crew", "gates", "report")),
     *(f"executor.{name}" for name in ("protocol", "routing", "verdict")),
     *(f"providers.{name}" for name in ("retry", "circuit_breaker", "quota", "health")),
     *(f"facts.{name}" for name in ("model", "identity", "publish")),

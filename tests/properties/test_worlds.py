@@ -10,7 +10,7 @@ import pytest
 
 from ergon_framework.engine import attempts
 from ergon_framework.errors import Category
-from ergon_framework.task import consume
+from ergon_framework.task import handling
 from ergon_framework.task.admission import Admission
 from ergon_framework.task.exceptions import TransactionException
 from ergon_framework.task.lifecycle import classify
@@ -176,7 +176,7 @@ BREAKS = {
     "a producer retries business failures": ((producer, "classify", everything_is_system),),
     "handlers fail as business": ((consumer, "classify_handler", classify), (producer, "classify_handler", classify)),
     "nobody waits until a body has left": ((attempts, "gone", has_left),),
-    "a release gives away a running body": ((consume, "needs_absence", lambda settlement: False),),
+    "a release gives away a running body": ((handling, "needs_absence", lambda settlement: False),),
     "one id runs twice at once": ((Admission, "admit", forgets_ids),),
 }
 

@@ -11,7 +11,7 @@ from tests.twins.world import FLAVOURS, Stubborn, World, fails, gives, policy, t
 
 BUSY = TransactionException("busy", retry_after=60.0)
 FINAL = TransactionException("final", final=True)
-SLOW = takes(Stubborn(0.08), "late")
+SLOW = takes(Stubborn(0.2), "late")
 
 DESCRIPTIONS = {
     "success": {},
@@ -70,7 +70,7 @@ def decisions(description, own):
 @pytest.mark.spec("CON-24")
 @pytest.mark.parametrize("name", DESCRIPTIONS)
 def test_both_variants_decide_alike(name):
-    quick = {"timeout": 0.04}
+    quick = {"timeout": 0.1}
     own = policy(concurrency=7, process=quick, success=quick, exception=quick, identity_delay=5.0)
     threads, aio = decisions(DESCRIPTIONS[name], own)
     assert threads == aio

@@ -743,3 +743,17 @@ def test_a_success_handler_that_nobody_wrote_is_neither_called_nor_counted(flavo
     run(task.consume_transactions, policy())
     counted = {step: count for (step,), count in seen.metric(names.ATTEMPTS).items() if step != "fetch"}
     assert counted == ({"process": 3, "success": 3} if written else {"process": 3})
+
+
+@pytest.mark.spec("CNN-03")
+def test_what_a_handler_dispatches_carries_the_trace_on_to_its_consumer(flavour, seen):
+    invoices = MemoryConnector("invoices")
+
+    def invoice(transaction):
+        invoices.dispatch([Transaction(f"invoice-{transaction.id}", source="invoices")])
+
+    consume(flavour, seen, orders(1, trace=CARRIER), process=invoice)
+    consume(flavour, seen, [], connector=invoices)
+    first, second = seen.named("start_processing")
+    assert first.context.trace_id == second.context.trace_id
+    assert second.parent.span_id in {span.context.span_id for span in seen.named("process.attempt")}

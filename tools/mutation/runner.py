@@ -155,7 +155,10 @@ class Job:
 class Runner:
     """Everything after the collection: the baseline, and the mutants, *workers* at a time."""
 
-    def __init__(self, *, paths: list[Path], tests: list[str], workers: int, patience: float) -> None:
+    def __init__(
+        self, *, paths: list[Path], tests: list[str], workers: int, patience: float, timeless: str = ""
+    ) -> None:
+        self._timeless = timeless
         self._paths = [str(path) for path in paths]
         self._tests = tests
         self._workers = workers
@@ -211,7 +214,7 @@ class Runner:
         file = tempfile.TemporaryFile()  # noqa: SIM115 - closed when it is read
         pid = os.fork()
         if pid == 0:
-            with _last_words():
+            with _last_words(complains=True):
                 measure = Measure(traced)
                 self.manager.register(measure)
                 pickle.dump(measure.run(list(self._items.values())), file)
@@ -375,7 +378,8 @@ class Runner:
 
     def _go_on(self, job: Job, jobs: dict[int, Job]) -> None:
         """After a hang: ask those who have not been asked, unless too many hang."""
-        job.order = self._unasked(job)
+        # Where one waits in vain its neighbours will too; a world of its own time cannot wait for long.
+        job.order = sorted(self._unasked(job), key=lambda name: not name.startswith(self._timeless))
         if job.order and len(job.hung) < HANGS:
             self._fork(job, jobs)
         else:
@@ -416,15 +420,15 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 @contextlib.contextmanager
-def _last_words() -> Any:
-    """A forked child is silent and never returns into the code of its parent."""
+def _last_words(*, complains: bool = False) -> Any:
+    """A forked child never returns into the code of its parent, and a mutant's way to fall over is nobody's news."""
     nowhere, complaints = os.open(os.devnull, os.O_RDWR), os.dup(2)
     for stream in (0, 1, 2):
         os.dup2(nowhere, stream)
     try:
         yield
     except BaseException:  # noqa: BLE001 - whatever it is, it must not reach the parent's code
-        os.write(complaints, traceback.format_exc().encode())
+        os.write(complaints if complains else nowhere, traceback.format_exc().encode())
     finally:
         os._exit(FAILED)
 

@@ -121,7 +121,7 @@ def attempts(
         now = clock()
         if now >= limit:
             return Failed(step.expired(f"{step.name} was not begun: the transaction's time is over"), number)
-        until = limit if timeout is None else min(limit, now + timeout)
+        until = limit if timeout is None or limit < now + timeout else now + timeout
         scope = Scope(transaction, step.name, number, None if until == NEVER else until, clock)
         context = None if watch is None else watch.attempt(number)
         answer = yield Call(step.name, step.fn, args, until, scope, context)

@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from typing import Any, Final
 
 from ergon_framework.engine.effects import NEVER, Call, Effect, Gone, Interrupt, Script, Sleep, Spawn, Wait
-from ergon_framework.engine.outcome import Expired, Stopped
+from ergon_framework.engine.outcome import Answer, Expired, Ok, Stopped
 from ergon_framework.engine.senses import Senses
 from ergon_framework.engine.watcher import Watcher
 
@@ -63,13 +63,15 @@ class Slot:
 class Mailbox:
     """Where a script is told what happened; anybody in the driver's own thread of control may put."""
 
-    __slots__ = ("_items", "_slots", "_urgent", "_waiting")
+    __slots__ = ("_items", "_needed", "_slots", "_urgent", "_waiting")
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
         self._items: list[Any] = []
         self._urgent = False
         self._waiting: Slot | None = None
+        #: How many items the waiting script waits for; nobody waits for infinitely many.
+        self._needed: float = NEVER
 
     def __len__(self) -> int:
         return len(self._items)
@@ -81,20 +83,30 @@ class Mailbox:
             if urgent:
                 self._urgent = True
             slot = self._waiting
-            if slot is None:
+            if slot is None or (len(self._items) < self._needed and not self._urgent):
                 return
-            effect = slot.ticket
-            if not isinstance(effect, Wait) or not (self._urgent or len(self._items) >= effect.count):
-                return
-            answer = self._take()
             self._slots.unpark(slot)
+            answer = self.take()
         self._slots.resume(slot, answer)
 
-    def _take(self) -> list[Any]:
+    # The lock is held by whoever calls these.
+
+    def take(self) -> list[Any]:
+        """All that is there."""
         items, self._items = self._items, []
         self._urgent = False
-        self._waiting = None
         return items
+
+    def await_by(self, slot: Slot, count: int) -> bool:
+        """Have *slot* wait for *count* items; False if they are there already."""
+        if self._urgent or len(self._items) >= count:
+            return False
+        self._waiting, self._needed = slot, count
+        return True
+
+    def leave(self) -> None:
+        """Nobody waits any more."""
+        self._waiting, self._needed = None, NEVER
 
 
 class Slots(ABC):
@@ -189,16 +201,27 @@ class Slots(ABC):
             if answer is PARKED:
                 return None
 
-    def returned(self, slot: Slot, call: Call) -> bool:
-        """Whether *call* came back in time; if not, its result counts for nothing."""
+    def returned(self, slot: Slot, call: Call, answer: Answer) -> Answer | None:
+        """What the script is to be told now that *call* has come back; None if it has been told already.
+
+        The deadline decides, not whether the watcher got round to it: a body that comes back too
+        late has timed out, on a busy machine too.
+        """
         with self.lock:
-            if slot.ticket is call:
+            awaited = slot.ticket is call
+            if awaited:
+                overdue = slot.due <= self.clock()
                 slot.ticket = None
                 slot.due = NEVER
-                return True
-        return False
+                if not overdue:
+                    return answer
+                self._abandoned(slot, call)
+        if call.late is not None and type(answer) is Ok:
+            call.late(answer.value)
+        self._left(slot, call)
+        return Expired(call) if awaited else None
 
-    def left(self, slot: Slot, call: Call) -> None:
+    def _left(self, slot: Slot, call: Call) -> None:
         """The body of a call that nobody waited for any more has come back."""
         with self.lock:
             self.fenced += 1
@@ -257,7 +280,7 @@ class Slots(ABC):
         """Take the ticket; the lock is held."""
         effect = slot.ticket
         if isinstance(effect, Wait):
-            effect.mailbox._waiting = None  # noqa: SLF001 - a mailbox is a part of this module
+            effect.mailbox.leave()
         slot.ticket = None
         slot.due = NEVER
 
@@ -288,11 +311,8 @@ class Slots(ABC):
     def _at_once(self, slot: Slot, effect: Sleep | Gone | Wait) -> Any:
         over = effect.until <= self.clock()
         if isinstance(effect, Wait):
-            box = effect.mailbox
-            if over or box._urgent or len(box._items) >= effect.count:  # noqa: SLF001 - a mailbox is a part of this module
-                return box._take()  # noqa: SLF001 - as above
-            box._waiting = slot  # noqa: SLF001 - as above
-            return PARKED
+            waits = not over and effect.mailbox.await_by(slot, effect.count)
+            return PARKED if waits else effect.mailbox.take()
         if isinstance(effect, Gone):
             return effect.body.left if over or effect.body.left else PARKED
         return None if over else PARKED
@@ -303,7 +323,7 @@ class Slots(ABC):
         if isinstance(effect, Call):
             return Expired(self._abandoned(slot, effect))
         if isinstance(effect, Wait):
-            return effect.mailbox._take()  # noqa: SLF001 - a mailbox is a part of this module
+            return effect.mailbox.take()
         return False if isinstance(effect, Gone) else None
 
     def _abandoned(self, slot: Slot, call: Call) -> Call:

@@ -6,20 +6,20 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from ergon_framework.connectors.base import DeadLetter, Delivery, Later, Release
-from ergon_framework.engine.effects import NEVER, Script, Spawn, gone, interrupt, spawn, wait
+from ergon_framework.connectors.base import Delivery
+from ergon_framework.engine.effects import NEVER, Script, Spawn, interrupt, spawn, wait
 from ergon_framework.engine.outcome import Stopped
 from ergon_framework.engine.slots import Done, Freed, Mailbox, Slot
-from ergon_framework.failure import Failure
-from ergon_framework.task.admission import Admission
 from ergon_framework.task.crew import Crew, hear_until
 from ergon_framework.task.exceptions import FetchException, LoopStalled, LoopTimeout
 from ergon_framework.task.fetch import Fetcher
 from ergon_framework.task.gates import Gate, ask
-from ergon_framework.task.lifecycle import Course, lifecycle
+from ergon_framework.task.handling import Handling
+from ergon_framework.task.intake import Intake
+from ergon_framework.task.lifecycle import Course
 from ergon_framework.task.renew import renew
-from ergon_framework.task.report import End, Kind, Outcome, Report
-from ergon_framework.task.settle import Item, Settler, decide, failure_of, needs_absence
+from ergon_framework.task.report import End, Outcome, Report
+from ergon_framework.task.settle import Settler
 from ergon_framework.task.watch import Onlooker
 
 if TYPE_CHECKING:
@@ -66,35 +66,32 @@ class Consumption:
         watch: Onlooker | None = None,
         on_outcome: Callable[[Outcome], None] | None = None,
     ) -> None:
-        self._fenced = fenced
-        self._course = course
         self._senses = course.senses
         self._broker = broker
         self._policy = policy
         self._loop = policy.loop
-        self._name = name
+        self._fenced = fenced
         self._gates = gates
-        self._watch = watch or Onlooker()
+        self._watch = watch = watch or Onlooker()
         self.mailbox = mailbox()
         self.report = Report()
-        #: Every claim that is held, from fetch to settle.
-        self.claims: dict[Any, Delivery] = {}
         self._settler = Settler(
             broker.settle,
             policy.steps.settle,
-            senses=self._senses,
+            senses=course.senses,
             mailbox=mailbox(),
             report=self.report,
-            watch=self._watch,
-            claims=self.claims,
+            watch=watch,
             on_outcome=on_outcome,
         )
-        self._deadline = NEVER
-        self._crew: Crew[Delivery] = Crew(
-            policy.loop.concurrency.value, patience=policy.loop.drain_timeout, clock=self._senses.clock
+        self._handling = Handling(course, policy.steps.settle, self._settler, name=name, watch=watch)
+        self._intake = Intake(
+            policy.loop, self._handling, self._settler, senses=course.senses, report=self.report, watch=watch
         )
-        self._admission = Admission(policy.loop.concurrency.value)
-        self._lost: set[Any] = set()
+        self._crew: Crew[Delivery] = Crew(
+            policy.loop.concurrency.value, patience=policy.loop.drain_timeout, clock=course.senses.clock
+        )
+        self._deadline = NEVER
         self._aides: set[Slot] = set()
         self._woken = False
         self._waking = False
@@ -114,7 +111,7 @@ class Consumption:
             signal(self.mailbox, WAKE)
 
     def _slots(self) -> tuple[int, int, int]:
-        return len(self._crew.flights), len(self._crew.bodies), len(self._admission)
+        return len(self._crew.flights), len(self._crew.bodies), len(self._intake)
 
     # -- the loop -------------------------------------------------------------------------------
 
@@ -128,7 +125,11 @@ class Consumption:
         renewing = None
         if self._broker.lease is not None:
             script = renew(
-                self._broker.extend, self.claims, lease=self._broker.lease, senses=self._senses, lost=self._losing
+                self._broker.extend,
+                self._intake.claims,
+                lease=self._broker.lease,
+                senses=self._senses,
+                lost=self._losing,
             )
             renewing = yield from spawn(script, told=self.mailbox, counted=False)
             self._aides.add(renewing)
@@ -165,7 +166,7 @@ class Consumption:
             senses=self._senses,
             deadline=self._deadline,
             patient=self._loop.streaming,
-            late=self._came_late,
+            late=self._intake.late,
         )
         silence = 0
         while True:
@@ -185,7 +186,7 @@ class Consumption:
             if fetched:
                 silence = 0
                 for delivery in fetched:
-                    self._admit(delivery)
+                    self._intake.take(delivery)
                 yield from self._fill()
                 continue
             if not self._loop.streaming:
@@ -224,22 +225,20 @@ class Consumption:
 
     def _room(self) -> Script[int | End]:
         """Wait until it is worth fetching, and say how many may be asked for."""
-        clock, linger = self._senses.clock, self._loop.linger
-        half = (self._crew.concurrency + 1) // 2
-        linger_until: float | None = None
+        clock, half = self._senses.clock, (self._crew.concurrency + 1) // 2
+        until: float | None = None
         while True:
             if self._loop.limit is not None and self.report.started >= self._loop.limit:
                 return End.LIMIT
             room, free = self._space(), self._crew.free
-            # Nothing is lost by waiting a moment for more slots: fetches are dearer than moments.
-            if room > 0 and (free >= half or (linger_until is not None and clock() >= linger_until)):
-                return room
-            if room > 0 and linger_until is None:
-                linger_until = clock() + linger
-            end = yield from self._listen(
-                count=max(1, half - free) if room > 0 else 1,
-                until=linger_until if room > 0 and linger_until is not None else NEVER,
-            )
+            if room <= 0:
+                end = yield from self._listen()
+            else:
+                # Nothing is lost by waiting a moment for more slots: fetches are dearer than moments.
+                until = clock() + self._loop.linger if until is None else until
+                if free >= half or clock() >= until:
+                    return room
+                end = yield from self._listen(count=half - free, until=until)
             if end is not None:
                 return end
 
@@ -270,14 +269,10 @@ class Consumption:
 
     def _space(self) -> int:
         """How many may be asked for: nothing is fetched that could not start."""
-        head = self._admission.head
-        waits_alone = head is not None and head.deliveries >= self._loop.max_deliveries
-        if waits_alone or self._alone or self._settling(self._policy.steps.settle.pending):
+        if self._alone or self._waits_alone() or self._settling(self._policy.steps.settle.pending):
             return 0
-        space = min(self._loop.batch.size, self._crew.free + self._loop.prefetch - self._admission.ready)
-        if self._loop.limit is not None:
-            space = min(space, self._loop.limit - self.report.started - len(self._admission))
-        return space
+        free = self._crew.free + self._loop.prefetch - self._intake.ready
+        return int(min(self._loop.batch.size, free, self._intake.room))
 
     # -- what happened --------------------------------------------------------------------------
 
@@ -289,8 +284,7 @@ class Consumption:
             elif kind is Done or kind is Freed:
                 left = self._crew.hear(event)
                 if left is not None:
-                    self._lost.discard(left.receipt)
-                    self._admission.left(left)
+                    self._intake.left(left)
             elif event is WAKE:
                 self._woken, self._waking = True, False
             elif kind is Lost:
@@ -300,81 +294,29 @@ class Consumption:
     def lose(self, receipts: Iterable[Any], signal: Callable[[Mailbox, Any], None]) -> None:
         """These claims are gone, from this moment on; may be said on any thread."""
         gone_ones = tuple(receipts)
-        self._lost.update(gone_ones)
+        self._handling.lost.update(gone_ones)
         signal(self.mailbox, Lost(gone_ones))
 
     def _claims_lost(self, receipts: Sequence[Any]) -> Script[None]:
         for slot, delivery in list(self._crew.flights.items()):
             if delivery.receipt in receipts:
                 yield from interrupt(slot)
-        # What waits for a slot is dropped when its turn comes; of the others the broker will say
-        # that they are lost when they are settled.
-        here = (*self._crew.flights.values(), *self._crew.bodies.values(), *self._admission)
-        self._lost.intersection_update({delivery.receipt for delivery in here})
+        self._intake.remember_lost((*self._crew.flights.values(), *self._crew.bodies.values()))
 
     def _losing(self, receipts: list[Any]) -> None:
         self.lose(receipts, _urgently)
 
-    # -- admission ------------------------------------------------------------------------------
-
-    def _admit(self, delivery: Delivery) -> None:
-        """Give a delivery its place: a slot, a queue, or the way back."""
-        transaction, loop = delivery.transaction, self._loop
-        self.claims[delivery.receipt] = delivery
-        reason = self._refusal(delivery)
-        if reason is not None:
-            self._refuse(delivery, reason)
-            return
-        if loop.limit is not None and self.report.started + len(self._admission) >= loop.limit:
-            self._give_back(delivery, "limit")
-            return
-        obstacle = self._admission.admit(delivery)
-        if obstacle is not None:
-            later = Later(loop.identity_delay, attempts=transaction.attempts, history=transaction.history)
-            self._settler.put(Item(delivery, later, Outcome(transaction, Kind.DEFERRED, reason=obstacle)))
-
-    def _refusal(self, delivery: Delivery) -> str | None:
-        """Why a delivery is settled before any lifecycle, if it is."""
-        if delivery.error is not None:
-            return "undecodable"
-        if delivery.deliveries > self._loop.max_deliveries:
-            return "max_deliveries"
-        expires_at = delivery.transaction.expires_at
-        if expires_at is not None and expires_at <= self._senses.wall():
-            return "expired"
-        return None
-
-    def _refuse(self, delivery: Delivery, reason: str) -> None:
-        self.report.refused[reason] = self.report.refused.get(reason, 0) + 1
-        self._watch.refused(delivery, reason)
-        outcome = Outcome(delivery.transaction, reason=reason)
-        outcome.error = delivery.error
-        more = {"reason_code": reason, "deliveries": delivery.deliveries}
-        failure = self._failure_of(outcome).model_copy(update=more)
-        self._settler.put(Item(delivery, DeadLetter(reason, failure), None))
-
-    def _give_back(self, delivery: Delivery, reason: str) -> None:
-        settlement = None if delivery.receipt in self._lost else Release()
-        self._settler.put(Item(delivery, settlement, Outcome(delivery.transaction, Kind.RELEASED, reason=reason)))
-
-    def _came_late(self, deliveries: Sequence[Delivery]) -> None:
-        """A fetch that nobody waited for any more brought something after all."""
-        for delivery in deliveries:
-            self._give_back(delivery, "late")
+    # -- starting -------------------------------------------------------------------------------
 
     def _fill(self) -> Script[None]:
         """Start what is held, as far as there are slots."""
-        while self._crew.free > 0 and self._may_start():
-            delivery = self._admission.next()
-            if delivery.receipt in self._lost:
-                self._give_back(delivery, "lost")
-                self._lost.discard(delivery.receipt)
-                self._admission.left(delivery)
-                self._alone = False
-                continue
+        free = self._crew.free
+        while free > 0 and self._may_start():
+            free -= 1
+            delivery = self._intake.next()
             self.report.started += 1
             # Bare, not through spawn(): a generator for every transaction would cost as much as the effect.
-            slot: Slot = yield Spawn(self._handled(delivery), self.mailbox, counted=True)
+            slot: Slot = yield Spawn(self._handling.run(delivery), self.mailbox, counted=True)
             self._crew.flights[slot] = delivery
 
     def _may_start(self) -> bool:
@@ -383,13 +325,17 @@ class Consumption:
         The last permitted delivery of a transaction runs alone: if it takes the process with it,
         nobody else pays for that with a delivery.
         """
-        head = self._admission.head
+        head = self._intake.head()
         if head is None or self._alone:
             return False
         if head.deliveries < self._loop.max_deliveries:
             return True
         self._alone = not self._crew.flights and not self._settling()
         return self._alone
+
+    def _waits_alone(self) -> bool:
+        head = self._intake.head()
+        return head is not None and head.deliveries >= self._loop.max_deliveries
 
     def _settling(self, most: int = 1) -> bool:
         """Whether *most* or more are still to be settled; if so, the loop is told when that changes."""
@@ -399,28 +345,6 @@ class Consumption:
         self._settler.blocked = self.mailbox
         return self._settler.pending >= most
 
-    def _handled(self, delivery: Delivery) -> Script[None]:
-        """One transaction, from its start to its being handed over to be settled."""
-        transaction = delivery.transaction
-        outcome = yield from lifecycle(self._course, transaction, self._watch.begin(transaction, delivery))
-        if delivery.receipt in self._lost:
-            outcome.kind, outcome.reason = Kind.RELEASED, "lost"
-            self._settler.put(Item(delivery, None, outcome))
-            return
-        settlement = decide(outcome, self._policy.steps.settle, self._failure_of)
-        if outcome.still_running and needs_absence(settlement):
-            # Somebody else must not begin while the body is still in there. When the loop ends it
-            # is asked to leave, but there is no time left to wait for it.
-            until = self._senses.clock() if outcome.reason == "stop" else NEVER
-            if (yield from gone(_body(outcome), until)) is not True:
-                self._settler.put(Item(delivery, None, outcome))
-                return
-        self._settler.put(Item(delivery, settlement, outcome))
-
-    def _failure_of(self, outcome: Outcome) -> Failure:
-        trace_id = self._watch.trace_id(outcome)
-        return failure_of(outcome, task=self._name, at=self._senses.wall(), trace_id=trace_id)
-
     # -- the end --------------------------------------------------------------------------------
 
     def _drain(self, end: End) -> Script[tuple[End, float]]:
@@ -429,7 +353,7 @@ class Consumption:
         if end not in (End.EMPTY, End.LIMIT):
             until = self._no_more(end)
         asked = end is End.STOP
-        while self._crew.flights or len(self._admission):
+        while self._crew.flights or len(self._intake):
             if self._senses.clock() >= until:
                 break
             ended = yield from self._listen_until(until)
@@ -456,8 +380,7 @@ class Consumption:
 
     def _no_more(self, end: End) -> float:
         """Give back what has not begun; the moment when the drain is over."""
-        for delivery in self._admission.clear():
-            self._give_back(delivery, end.value)
+        self._intake.clear(end.value)
         return NEVER if end is End.FETCH else self._senses.clock() + self._loop.drain_timeout
 
     def _flush(self, settling: Slot, renewing: Slot | None, until: float) -> Script[None]:
@@ -482,7 +405,3 @@ class Consumption:
 
 def _urgently(mailbox: Mailbox, item: Any) -> None:
     mailbox.put(item, urgent=True)
-
-
-def _body(outcome: Outcome) -> Any:
-    return outcome.body

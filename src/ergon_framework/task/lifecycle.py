@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 class Watch(Protocol):
     """Somebody who wants to see one transaction's lifecycle."""
 
+    @property
+    def recording(self) -> bool:
+        """Whether anything of what it is told is kept."""
+
     def step(self, step: Step) -> StepWatch | None:
         """A step begins."""
 
@@ -51,7 +55,7 @@ class Course:
         self.exception = exception
         self.senses = senses
         self.timeout = timeout
-        #: Nobody wrote a success handler. Unless somebody looks on, none is called.
+        #: Nobody wrote a success handler; none is called, unless this is recorded: a trace shows every step.
         self.plain = plain
 
 
@@ -91,7 +95,9 @@ def lifecycle(course: Course, transaction: Transaction, watch: Watch | None = No
     step, began = course.process, course.senses.clock()
     limit = NEVER if course.timeout is None else began + course.timeout
     # Attempts of earlier deliveries count, but a transaction that was delivered is tried.
-    first = min(transaction.attempts, step.retry.max_attempts - 1) if step.defers else 0
+    first = 0
+    if step.defers and transaction.attempts:
+        first = min(transaction.attempts, step.retry.max_attempts - 1)
     seen = None if watch is None else watch.step(step)
     done = yield from attempts(
         step, (transaction,), outcome.notes, transaction, course.senses, limit=limit, watch=seen, first=first
@@ -103,7 +109,7 @@ def lifecycle(course: Course, transaction: Transaction, watch: Watch | None = No
         outcome.attempts += 1
         outcome.processed = True
         outcome.result = done.value
-        if watch is not None or not course.plain:
+        if not course.plain or (watch is not None and watch.recording):
             done = yield from _step(course, course.success, (transaction, done.value), outcome, limit, watch)
     if type(done) is Ok:
         outcome.kind = Kind.SUCCEEDED

@@ -81,6 +81,7 @@ class Observer(Onlooker):
         self._registry = registry_of(options.meter_provider)
         self._counts = self._registry.counts(outline.task, steps=(*outline.steps, "settle"), everyday=outline.everyday)
         self._counts.fenced = fenced
+        self._unseen: Unrecorded | None = None
         #: Where to find what has ended and is not settled, by the identity of its outcome.
         self._nodes: dict[int, Node] = {}
         self._warned = False
@@ -148,6 +149,8 @@ class Observer(Onlooker):
         outline = self._outline
         root = self._rounds.of(transaction)
         carrier = transaction.trace if self._continues else None
+        if root is not None and not root.recording and not carrier:
+            return self._below(root)
         node = self._tracing.transaction(outline.transaction, root, carrier)
         if not node.recording:
             return Unrecorded(node, self._remember)
@@ -157,6 +160,13 @@ class Observer(Onlooker):
             shown = redaction.shown(self._options.redact, Attribute.PAYLOAD, transaction.payload)
             node.tell({Attribute.PAYLOAD: shown})
         return Watched(node, outline, own, options=self._options, remember=self._remember)
+
+    def _below(self, root: Node) -> Unrecorded:
+        """For all transactions of a root that nobody sees: asking for a span costs more than all the rest."""
+        found = self._unseen
+        if found is None or found.node is not root:
+            self._unseen = found = Unrecorded(root, self._remember)
+        return found
 
     def _remember(self, outcome: Outcome, node: Node) -> None:
         self._nodes[id(outcome)] = node

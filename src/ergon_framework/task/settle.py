@@ -15,8 +15,8 @@ from ergon_framework.connectors.base import (
     SettleResult,
     Settling,
 )
-from ergon_framework.engine.effects import Call, Script, call, gone, sleep, wait
-from ergon_framework.engine.outcome import Answer, Expired, Ok, Stopped
+from ergon_framework.engine.effects import NEVER, Call, Script, call, gone, sleep, wait
+from ergon_framework.engine.outcome import Expired, Ok, Stopped
 from ergon_framework.errors import Category
 from ergon_framework.failure import Failure, describe
 from ergon_framework.task.lifecycle import history
@@ -30,8 +30,10 @@ if TYPE_CHECKING:
 
 CLOSE: Final = object()
 _ACK: Final = Ack()
-#: Looked up once: members of an enumeration are found slowly, and this one is asked for all the time.
+#: Looked up once: members of an enumeration are found slowly, and these are asked for all the time.
 _SUCCEEDED: Final = Kind.SUCCEEDED
+_SETTLED: Final = SettleResult.SETTLED
+_FAILED: Final = SettleResult.FAILED
 _RELEASE: Final = Release()
 
 #: Put into the loop's mailbox when a group was settled and the loop waits for that.
@@ -109,7 +111,6 @@ class Settler:
         mailbox: Mailbox,
         report: Report,
         watch: Onlooker,
-        claims: dict[Any, Delivery],
         on_outcome: Callable[[Outcome], None] | None = None,
     ) -> None:
         self._settle = settle
@@ -118,7 +119,8 @@ class Settler:
         self._mailbox = mailbox
         self._report = report
         self._watch = watch
-        self._claims = claims
+        #: Every claim that is held, from fetch to settle.
+        self.claims: dict[Any, Delivery] = {}
         self._on_outcome = on_outcome
         self._group = 0
         #: Interrupted: the broker is told nothing more.
@@ -162,48 +164,64 @@ class Settler:
         for start in range(0, len(items), size):
             group = items[start : start + size]
             self._group = len(items) - start
-            results = yield from self._told([item for item in group if item.settlement is not None])
+            told = [item for item in group if item.settlement is not None]
+            results = iter((yield from self._told(told)))
             for item in group:
-                self._finished(item, results.get(id(item)))
+                self._finished(item, None if item.settlement is None else next(results))
         self._group = 0
         blocked, self.blocked = self.blocked, None
         if blocked is not None:
-            blocked.put(SETTLED)
+            blocked.put(SETTLED, urgent=True)
 
-    def _told(self, items: list[Item]) -> Script[dict[int, SettleResult]]:
-        """Tell the broker, again for those that failed, until the budget is spent."""
+    def _told(self, items: list[Item]) -> Script[list[SettleResult]]:
+        """Tell the broker, again for those that failed, until the budget is spent; one result each."""
         retry, senses = self._policy.retry, self._senses
-        results = dict.fromkeys(map(id, items), SettleResult.FAILED)
-        number = 0
-        while items and not self._hurried:
-            began = senses.clock()
-            until = float("inf") if retry.timeout is None else began + retry.timeout
-            effect = Call("settle", self._settle, ([(item.delivery, item.settlement) for item in items],), until)
-            answer = yield from call(effect)
-            self._hurried = isinstance(answer, Stopped)
-            if isinstance(answer, Stopped | Expired) and answer.body is not None:
-                grace = 0.0 if self._hurried else retry.abandon_grace
-                left = yield from gone(answer.body, senses.clock() + grace)
-                self._hurried = self._hurried or isinstance(left, Stopped)
-            answers = _answers(answer, len(items))
-            self._watch.settled(answers, senses.clock() - began)
-            results.update((id(item), result) for item, result in zip(items, answers, strict=True))
-            items = [item for item in items if results[id(item)] is SettleResult.FAILED]
-            number += 1
-            if self._hurried or number >= retry.max_attempts:
+        results = [_FAILED] * len(items)
+        number, waiting = 0, list(range(len(items)))
+        while waiting and self._goes_on(number):
+            answers = yield from self._asked([items[index] for index in waiting])
+            for index, answer in zip(waiting, answers, strict=True):
+                results[index] = answer
+            if _FAILED not in answers:
                 break
-            if items and (yield from sleep(senses.clock() + retry.delay(number - 1, senses.dice))) is not None:
+            waiting = [index for index in waiting if results[index] is _FAILED]
+            number += 1
+            delay = retry.delay(number - 1, senses.dice)
+            if self._goes_on(number) and (yield from sleep(senses.clock() + delay)) is not None:
                 self._hurried = True
         return results
 
+    def _goes_on(self, number: int) -> bool:
+        return not self._hurried and number < self._policy.retry.max_attempts
+
+    def _asked(self, items: list[Item]) -> Script[list[SettleResult]]:
+        """Tell the broker once."""
+        retry, clock = self._policy.retry, self._senses.clock
+        began = clock()
+        until = NEVER if retry.timeout is None else began + retry.timeout
+        effect = Call("settle", self._settle, ([(item.delivery, item.settlement) for item in items],), until)
+        answer = yield from call(effect)
+        hurried = isinstance(answer, Stopped)
+        if isinstance(answer, Stopped | Expired) and answer.body is not None:
+            left = yield from gone(answer.body, clock() + (0.0 if hurried else retry.abandon_grace))
+            if isinstance(left, Stopped):
+                hurried = True
+        self._hurried = hurried
+        # One result each; an answer of another length says nothing about anyone.
+        answers = list(answer.value) if isinstance(answer, Ok) else []
+        if len(answers) != len(items):
+            answers = [_FAILED] * len(items)
+        self._watch.settled(answers, clock() - began)
+        return answers
+
     def _finished(self, item: Item, result: SettleResult | None) -> None:
-        self._claims.pop(item.delivery.receipt, None)
+        self.claims.pop(item.delivery.receipt, None)
         word = "kept" if result is None else result.value
         self._report.settled[word] = self._report.settled.get(word, 0) + 1
         outcome = item.outcome
         if outcome is None:
             return
-        if result is not None and result is not SettleResult.SETTLED:
+        if result is not None and result is not _SETTLED:
             # Whatever was done here, the broker will bring the transaction again.
             outcome.kind = Kind.RELEASED
             outcome.reason = result.value
@@ -211,12 +229,6 @@ class Settler:
         self._watch.ended(outcome)
         if self._on_outcome is not None:
             self._on_outcome(outcome)
-
-
-def _answers(answer: Answer, count: int) -> list[SettleResult]:
-    """One result each; an answer of another length says nothing about anyone."""
-    answers = list(answer.value) if isinstance(answer, Ok) else []
-    return answers if len(answers) == count else [SettleResult.FAILED] * count
 
 
 def needs_absence(settlement: Settlement) -> bool:

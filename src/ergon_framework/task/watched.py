@@ -22,12 +22,17 @@ Remember: TypeAlias = Callable[[Outcome, Node], None]
 
 
 class Unrecorded:
-    """A transaction that was sampled out: its bodies run in its context, and nothing else is done."""
+    """A transaction that was sampled out: its bodies run in its context, and nothing else is done.
 
-    __slots__ = ("_body", "_node", "_remember")
+    It holds nothing of one transaction, so one serves all that nobody sees for the same reason.
+    """
+
+    __slots__ = ("_body", "_remember", "node")
+
+    recording = False
 
     def __init__(self, node: Node, remember: Remember) -> None:
-        self._node = node
+        self.node = node
         self._remember = remember
         self._body = node.body()
 
@@ -42,7 +47,7 @@ class Unrecorded:
     def stepped(self, ended: Ended) -> None: ...
 
     def ended(self, outcome: Outcome) -> None:
-        self._remember(outcome, self._node)
+        self._remember(outcome, self.node)
 
 
 class Attempts:
@@ -73,6 +78,8 @@ class Attempts:
 
 class Watched:
     """A transaction that is recorded."""
+
+    recording = True
 
     __slots__ = ("_node", "_options", "_outline", "_own", "_remember", "_step", "_step_name")
 

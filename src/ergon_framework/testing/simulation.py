@@ -204,14 +204,13 @@ class Simulation(Slots):
         return value, taken
 
     def came_back(self, slot: Slot, call: Call, answer: Answer) -> None:
-        if self.returned(slot, call):
+        told = self.returned(slot, call, answer)
+        if told is not answer:
+            self._tell(call, "late")
+        else:
             self._tell(call, "returns" if isinstance(answer, Ok) else "raises")
-            self._drive(slot, answer)
-            return
-        self._tell(call, "late")
-        if call.late is not None and isinstance(answer, Ok):
-            call.late(answer.value)
-        self.left(slot, call)
+        if told is not None:
+            self._drive(slot, told)
 
     def _tell(self, call: Call, what: str) -> None:
         inside = call.scope

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ergon_framework.connectors.base import Delivery, SettleResult
+from ergon_framework.connectors.base import Ack, Delivery, SettleResult
 from ergon_framework.engine.attempts import Failed, Step, attempts
 from ergon_framework.engine.drivers.threads import Threads
 from ergon_framework.engine.effects import Call, Interrupt, Wait
@@ -19,8 +19,8 @@ from ergon_framework.task.crew import Crew
 from ergon_framework.task.lifecycle import Course, classify, classify_handler, expired, lifecycle
 from ergon_framework.task.mixins.policies import ConsumerPolicy, ProducerPolicy, RetryPolicy, SettlePolicy
 from ergon_framework.task.produce import Production
-from ergon_framework.task.report import Kind, Report
-from ergon_framework.task.settle import Settler
+from ergon_framework.task.report import Kind, Outcome, Report
+from ergon_framework.task.settle import CLOSE, Item, Settler
 from ergon_framework.task.watch import Onlooker
 from ergon_framework.transaction import Transaction
 
@@ -138,20 +138,37 @@ def test_those_who_are_dismissed_are_heard_however_often_somebody_interrupts() -
     assert not crew.flights
 
 
-def test_a_settler_that_is_interrupted_while_idle_ends() -> None:
-    world, driver = World(), Threads(1)
-    settler = Settler(
+def settling(world: World, report: Report) -> Settler:
+    return Settler(
         lambda settlings: [SettleResult.SETTLED] * len(settlings),
-        SettlePolicy(),
+        SettlePolicy.load({"linger": 0.0}),
         senses=world.senses,
-        mailbox=driver.mailbox(),
-        report=Report(),
+        mailbox=Threads(1).mailbox(),
+        report=report,
         watch=Onlooker(),
-        claims={},
     )
-    script = settler.run()
+
+
+def test_a_settler_that_is_interrupted_while_idle_ends() -> None:
+    script = settling(World(), Report()).run()
     assert isinstance(next(script), Wait)
     ended(script, Stopped())
+
+
+@pytest.mark.spec("CNN-13", "CON-36")
+def test_a_settler_that_is_interrupted_while_a_call_is_given_its_grace_tells_the_broker_nothing_more() -> None:
+    world, report = World(), Report()
+    script = settling(world, report).run()
+    next(script)
+    item = Item(Delivery(TX, 1), Ack(), Outcome(TX, Kind.SUCCEEDED))
+    call = script.send([item, CLOSE])
+    assert isinstance(call, Call)
+    world.now = call.until
+    leaving = script.send(Expired(call))
+    assert (leaving.body, leaving.until) == (call, world.now + 5.0)
+    ended(script, Stopped())
+    assert (item.outcome.kind, item.outcome.reason) == (Kind.RELEASED, "failed")
+    assert report.settled == {"failed": 1}
 
 
 # -- without anybody who looks on ---------------------------------------------------------------

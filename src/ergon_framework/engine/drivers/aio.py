@@ -119,13 +119,11 @@ class Asyncio(Slots):
                 answer = self._begun(call, task)
                 if type(answer) is _Within:
                     answer = await self._rest_of(answer)
-                counts = self.returned(slot, call)
-                if not counts:
-                    self._fenced(slot, call, answer)
+                told = self.returned(slot, call, answer)
                 if task.cancelling():
-                    self._retire(slot, answer, counts=counts)
+                    self._retire(slot, told)
                     return
-                call = self._decide(slot, answer) if counts else None
+                call = None if told is None else self._decide(slot, told)
             if self.clock() - self._since > SLICE:
                 await asyncio.sleep(0)
                 self._since = self.clock()
@@ -170,19 +168,14 @@ class Asyncio(Slots):
             self._since = self.clock()
         return Ok(value)
 
-    def _fenced(self, slot: Slot, call: Call, answer: Answer) -> None:
-        if call.late is not None and type(answer) is Ok:
-            call.late(answer.value)
-        self.left(slot, call)
-
-    def _retire(self, slot: Slot, answer: Answer, *, counts: bool) -> None:
+    def _retire(self, slot: Slot, told: Answer | None) -> None:
         """End a worker that was cancelled, by us or by its body.
 
         A cancellation that was requested and not yet delivered cannot be taken back; the next
         transaction on this task would be struck by it.
         """
-        if counts:
-            self.resume(slot, answer)
+        if told is not None:
+            self.resume(slot, told)
         elif self._ready:
             self._wake()
 

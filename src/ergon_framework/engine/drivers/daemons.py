@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import itertools
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import Any, ParamSpec, TypeVar
@@ -22,6 +23,10 @@ class DaemonExecutor(Executor):
 
     The standard one joins its threads when the interpreter ends, so that one hung handler keeps
     a process alive for ever. ``execute`` is ``submit`` without the price of a future.
+
+    Threads wake each other: whoever is handed work wakes one that idles, and that one, if there is
+    more, wakes the next before it begins. Many short jobs are then done by few threads, while
+    jobs that block are still all begun at once.
     """
 
     def __init__(self, max_workers: int | None = None, *, name: str = "ergon", waiting: Waiting | None = None) -> None:
@@ -32,9 +37,11 @@ class DaemonExecutor(Executor):
         self._waiting = waiting or RealTime()
         self._inbox = self._waiting.inbox()
         self._lock = threading.Lock()
+        self._jobs: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
         self._threads: list[threading.Thread] = []
         self._idle = 0
-        self._backlog = 0
+        #: A thread has been woken and has not come round yet.
+        self._coming = False
         self._closed = False
 
     @property
@@ -47,13 +54,9 @@ class DaemonExecutor(Executor):
         with self._lock:
             if self._closed:
                 raise RuntimeError("cannot schedule new work after shutdown")
-            if self._idle:
-                self._idle -= 1
-            elif self._max is None or len(self._threads) < self._max:
-                self._grow()
-            else:
-                self._backlog += 1
-            self._inbox.put((fn, args))
+            self._jobs.append((fn, args))
+            if not self._coming:
+                self._wake()
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         future: Future[T] = Future()
@@ -62,44 +65,54 @@ class DaemonExecutor(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: FBT001, FBT002 - the standard signature
-        """No new work; threads end when theirs is done. *wait* joins those that are idle or finish."""
+        """No new work; threads end when theirs is done. *wait* joins them all."""
         with self._lock:
-            if not self._closed:
-                self._closed = True
-                if cancel_futures:
-                    self._cancelled()
-                for _ in self._threads:
-                    self._inbox.put(None)
+            self._closed = True
+            if cancel_futures:
+                for fn, args in self._jobs:
+                    if fn is _fulfil:
+                        args[0].cancel()
+                self._jobs.clear()
+            for _ in range(self._idle):
+                self._inbox.put(None)
+            self._idle = 0
         if wait:
             for thread in self._threads:
                 thread.join()
 
-    def _cancelled(self) -> None:
-        for _ in range(self._backlog):
-            fn, args = self._inbox.get()
-            if fn is _fulfil:
-                args[0].cancel()
-        self._backlog = 0
-
-    def _grow(self) -> None:
-        thread = threading.Thread(target=self._work, name=f"{self._name}-{len(self._threads)}", daemon=True)
-        self._threads.append(thread)
-        self._waiting.start(thread)
+    def _wake(self) -> None:
+        """Have one more thread come, if there is one or may be one; the lock is held."""
+        if self._idle:
+            self._idle -= 1
+            self._coming = True
+            self._inbox.put(None)
+        elif self._max is None or len(self._threads) < self._max:
+            self._coming = True
+            thread = threading.Thread(target=self._work, name=f"{self._name}-{len(self._threads)}", daemon=True)
+            self._threads.append(thread)
+            self._waiting.start(thread)
 
     def _work(self) -> None:
-        get = self._inbox.get
-        while (job := get()) is not None:
-            fn, args = job
-            # A reference kept here would keep the last transaction alive while this thread idles.
-            del job
-            fn(*args)
-            del fn, args
-            with self._lock:
-                if self._backlog:
-                    self._backlog -= 1
-                else:
-                    self._idle += 1
+        while self._done():
+            self._inbox.get()
         self._waiting.ended()
+
+    def _done(self) -> bool:
+        """Do all there is to do, as a thread that has just come; whether it is to stay for more."""
+        came = True
+        while True:
+            with self._lock:
+                if came:
+                    self._coming = came = False
+                if not self._jobs:
+                    self._idle += not self._closed
+                    return not self._closed
+                fn, args = self._jobs.popleft()
+                if self._jobs and not self._coming:
+                    self._wake()
+            fn(*args)
+            # A reference kept here would keep the last transaction alive while this thread idles.
+            del fn, args
 
 
 def _fulfil(

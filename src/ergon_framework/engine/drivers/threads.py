@@ -76,13 +76,10 @@ class Threads(Slots):
     def _drive(self, slot: Slot, answer: Any) -> None:
         call = self.advance(slot, answer)
         while call is not None:
-            answer = self._made(call)
-            if not self.returned(slot, call):
-                if call.late is not None and type(answer) is Ok:
-                    call.late(answer.value)
-                self.left(slot, call)
+            told = self.returned(slot, call, self._made(call))
+            if told is None:
                 return
-            call = self.advance(slot, answer)
+            call = self.advance(slot, told)
 
     def _made(self, call: Call) -> Answer:
         context = call.context or self._context.copy()

@@ -1,4 +1,4 @@
-"""Ctrl-C in the caller's thread is a stop; a second one does not wait."""
+"""Who waits, and how: Ctrl-C in the caller's thread, and a watcher that comes too late."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 
 from ergon_framework.engine.drivers.threads import Threads
 from ergon_framework.engine.drivers.waiting import Alarm, RealTime
-from ergon_framework.engine.effects import Call, Script, call, sleep
-from ergon_framework.engine.outcome import Stopped
+from ergon_framework.engine.effects import Call, Script, call, gone, sleep
+from ergon_framework.engine.outcome import Expired, Stopped
 
 
 class Impatient:
@@ -78,3 +78,44 @@ def test_a_second_ctrl_c_does_not_wait_for_the_end() -> None:
         driver.run(stubborn())
     assert driver.closed
     release.set()
+
+
+class Drowsy:
+    """An alarm that wakes nobody by itself."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+
+    def ring(self) -> None:
+        self._event.set()
+
+    def wait(self, seconds: float | None) -> None:
+        self._event.wait()
+        self._event.clear()
+
+
+class Late(RealTime):
+    """Real time with a watcher that comes too late, as on a machine that is too busy."""
+
+    def alarm(self) -> Alarm:
+        return Drowsy()
+
+
+@pytest.mark.spec("CON-28")
+def test_a_body_that_comes_back_after_its_deadline_has_timed_out_though_nobody_looked() -> None:
+    driver = Threads(1, waiting=Late())
+    late: list[Any] = []
+
+    def body() -> str:
+        until = driver.clock() + 0.02
+        while driver.clock() < until:
+            pass
+        return "late"
+
+    def script() -> Script[Any]:
+        answer = yield from call(Call("x", body, (), driver.clock() + 0.01, None, None, late.append))
+        assert isinstance(answer, Expired)
+        return (yield from gone(answer.body, driver.clock() + 60))
+
+    assert driver.run(script()) is True
+    assert (late, driver.fenced) == (["late"], 1)

@@ -1,0 +1,132 @@
+"""Intake: what was fetched gets its place: in the line for a slot, in that of its key, or on the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ergon_framework.connectors.base import DeadLetter, Delivery, Later, Release
+from ergon_framework.task.admission import Admission
+from ergon_framework.task.handling import Handling
+from ergon_framework.task.report import Kind, Outcome, Report
+from ergon_framework.task.settle import Item, Settler
+from ergon_framework.task.watch import Onlooker
+
+if TYPE_CHECKING:
+    from ergon_framework.engine.senses import Senses
+    from ergon_framework.task.mixins.policies import ConsumerLoopPolicy
+
+
+class Intake:
+    """Everybody who was fetched and has not started."""
+
+    def __init__(
+        self,
+        policy: ConsumerLoopPolicy,
+        handling: Handling,
+        settler: Settler,
+        *,
+        senses: Senses,
+        report: Report,
+        watch: Onlooker,
+    ) -> None:
+        self._policy = policy
+        self._handling = handling
+        self._settler = settler
+        self._senses = senses
+        self._report = report
+        self._watch = watch
+        self._admission = Admission(policy.concurrency.value)
+        #: Every claim that is held, from fetch to settle.
+        self.claims = settler.claims
+
+    def __len__(self) -> int:
+        return len(self._admission)
+
+    @property
+    def ready(self) -> int:
+        """How many wait for nothing but a slot."""
+        return self._admission.ready
+
+    @property
+    def room(self) -> float:
+        """How many more the limit allows."""
+        limit = self._policy.limit
+        return float("inf") if limit is None else limit - self._report.started - len(self._admission)
+
+    def take(self, delivery: Delivery) -> None:
+        """Give *delivery* its place."""
+        transaction, policy = delivery.transaction, self._policy
+        self.claims[delivery.receipt] = delivery
+        reason = self._refusal(delivery)
+        if reason is not None:
+            self._refuse(delivery, reason)
+            return
+        if policy.limit is not None and self.room <= 0:
+            self.give_back(delivery, "limit")
+            return
+        obstacle = self._admission.admit(delivery)
+        if obstacle is not None:
+            later = Later(policy.identity_delay, attempts=transaction.attempts, history=transaction.history)
+            self._settler.put(Item(delivery, later, Outcome(transaction, Kind.DEFERRED, reason=obstacle)))
+
+    def head(self) -> Delivery | None:
+        """The one that is next; those whose claims are gone are dropped on the way to it."""
+        head, lost = self._admission.head, self._handling.lost
+        while lost and head is not None and head.receipt in lost:
+            self._admission.next()
+            self.give_back(head, "lost")
+            self.left(head)
+            head = self._admission.head
+        return head
+
+    def next(self) -> Delivery:
+        """Take the head out of the line."""
+        return self._admission.next()
+
+    def left(self, delivery: Delivery) -> None:
+        """*delivery* is no longer in flight."""
+        self._handling.lost.discard(delivery.receipt)
+        self._admission.left(delivery)
+
+    def give_back(self, delivery: Delivery, reason: str) -> None:
+        """Release *delivery*, unless its claim is gone anyway."""
+        settlement = None if delivery.receipt in self._handling.lost else Release()
+        self._settler.put(Item(delivery, settlement, Outcome(delivery.transaction, Kind.RELEASED, reason=reason)))
+
+    def late(self, deliveries: Sequence[Delivery]) -> None:
+        """A fetch that nobody waited for any more brought something after all."""
+        for delivery in deliveries:
+            self.give_back(delivery, "late")
+
+    def clear(self, reason: str) -> None:
+        """Give back everybody who waits."""
+        for delivery in self._admission.clear():
+            self.give_back(delivery, reason)
+
+    def remember_lost(self, running: Iterable[Delivery]) -> None:
+        """Keep in mind only those lost claims whose deliveries wait here or are *running*.
+
+        Of the others the broker will say that they are lost when they are settled.
+        """
+        self._handling.lost.intersection_update({each.receipt for each in (*running, *self._admission)})
+
+    def _refusal(self, delivery: Delivery) -> str | None:
+        """Why a delivery is settled before any lifecycle, if it is."""
+        if delivery.error is not None:
+            return "undecodable"
+        if delivery.deliveries > self._policy.max_deliveries:
+            return "max_deliveries"
+        expires_at = delivery.transaction.expires_at
+        if expires_at is not None and expires_at <= self._senses.wall():
+            return "expired"
+        return None
+
+    def _refuse(self, delivery: Delivery, reason: str) -> None:
+        self._report.refused[reason] = self._report.refused.get(reason, 0) + 1
+        self._watch.refused(delivery, reason)
+        outcome = Outcome(delivery.transaction, reason=reason)
+        outcome.error = delivery.error
+        more: dict[str, Any] = {"reason_code": reason, "deliveries": delivery.deliveries}
+        failure = self._handling.failure_of(outcome).model_copy(update=more)
+        self._settler.put(Item(delivery, DeadLetter(reason, failure), None))
