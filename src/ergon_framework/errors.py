@@ -49,7 +49,7 @@ class ErgonError(Exception):
         if final is not None:
             self.final = final
         if code is not None:
-            self.code = code
+            self.code = str(code)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuilt, (type(self), self.args, self.__dict__.copy(), _packed(self.__cause__))
@@ -95,6 +95,18 @@ def _rebuilt(kind: type[ErgonError], args: tuple[Any, ...], state: dict[str, Any
     error.__dict__.update(state)
     error.__cause__ = _unpacked(cause)
     return error
+
+
+def is_sound(error: ErgonError) -> bool:
+    """Whether the verdict of *error* can be relied on: a subclass may say anything in its attributes."""
+    category: Any = error.category
+    delay: Any = error.retry_after
+    code: Any = error.code
+    return (
+        isinstance(category, Category)
+        and (delay is None or (isinstance(delay, int | float) and 0 <= delay < float("inf")))
+        and (code is None or isinstance(code, str))
+    )
 
 
 class ConfigurationError(ErgonError):

@@ -19,6 +19,9 @@ HISTORY = 10
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
+_MOMENTS = frozenset((float, int, type(None)))
+
+
 class _Draft:
     """A transaction while it is being made.
 
@@ -90,6 +93,10 @@ class Transaction(_Draft):
     ) -> Self:
         if not id:
             raise ValueError("a transaction needs an id that stays the same when it is delivered again")
+        if id.__class__ is not str or (key is not None and key.__class__ is not str):
+            raise TypeError(f"id and key are text, not {id.__class__.__name__} and {key.__class__.__name__}")
+        if expires_at.__class__ not in _MOMENTS or created_at.__class__ not in _MOMENTS:
+            raise TypeError("created_at and expires_at are seconds since the epoch, as numbers")
         draft = _Draft()
         draft.id = id
         draft.payload = payload

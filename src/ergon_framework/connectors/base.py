@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 from ergon_framework.errors import ErgonError
 from ergon_framework.failure import Attempt, Failure
+from ergon_framework.telemetry.context import carried
 from ergon_framework.transaction import Transaction
 
 
@@ -84,6 +85,10 @@ class DeadLetter(Settlement):
 
     reason: str
     failure: Failure | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.reason, str):
+            raise TypeError(f"the reason of a dead letter is a text, not {type(self.reason).__name__}")
 
 
 @dataclass(slots=True, frozen=True)
@@ -179,6 +184,15 @@ class _Described(ABC):
     def listen(self, listener: Listener) -> Unlisten:  # noqa: ARG002 - a connector without signals has no use for it
         """Tell *listener* about arrivals and lost claims until the returned function is called."""
         return _nothing
+
+    def stamped(self, transaction: Transaction) -> Transaction:
+        """*transaction* as it is to be sent: with this queue as its source, and the trace that is current here.
+
+        What it has of its own is kept. The source makes ids unique: without it, two queues' orders
+        number 7 would share every id that is derived from theirs.
+        """
+        transaction = carried(transaction)
+        return transaction if transaction.source else transaction.replace(source=self.name)
 
     def transaction(self, payload: Any = None, **fields: Any) -> Transaction:
         """A new transaction for this queue, as ``Transaction.new`` makes it."""

@@ -29,7 +29,6 @@ from ergon_framework.connectors.base import (
 )
 from ergon_framework.connectors.codec import Codec, UnencodableError, decode
 from ergon_framework.connectors.deadletters import DeadLetterRecord, NoSuchDeadLetterError
-from ergon_framework.telemetry.context import carried
 from ergon_framework.transaction import Transaction
 
 
@@ -121,9 +120,9 @@ class MemoryConnector(Connector, AsyncConnector):
     def dispatch(self, transactions: Sequence[Transaction]) -> Sequence[Confirmation]:
         """Append all, or none if one cannot be encoded; the same id twice is two messages.
 
-        Each carries the trace that is current here, unless it has one of its own.
+        Each gets this queue as its source and the trace that is current here, unless it has its own.
         """
-        transactions = [carried(transaction) for transaction in transactions]
+        transactions = [self.stamped(transaction) for transaction in transactions]
         encode = None if self._codec is None else self._codec.encode
         self._append(transactions if encode is None else [encode(transaction) for transaction in transactions])
         return [Confirmation(transaction.id) for transaction in transactions]

@@ -31,7 +31,6 @@ from ergon_framework.connectors.deadletters import DeadLetterRecord, NoSuchDeadL
 from ergon_framework.connectors.partition import Commit, Partition, Receipt
 from ergon_framework.connectors.side_store import Kept, MemorySideStore, Place, SideStore
 from ergon_framework.errors import ConnectionLost, ErgonError
-from ergon_framework.telemetry.context import carried
 from ergon_framework.transaction import Transaction
 
 
@@ -180,9 +179,9 @@ class MemoryLog(Connector, AsyncConnector):
     def dispatch(self, transactions: Sequence[Transaction]) -> Sequence[Confirmation]:
         """Append all; the same key goes to the same partition, in order.
 
-        Each carries the trace that is current here, unless it has one of its own.
+        Each gets this queue as its source and the trace that is current here, unless it has its own.
         """
-        transactions = [carried(transaction) for transaction in transactions]
+        transactions = [self.stamped(transaction) for transaction in transactions]
         with self.records.lock:
             now = self._clock()
             places = [self.records.append(transaction, now) for transaction in transactions]

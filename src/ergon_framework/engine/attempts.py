@@ -156,9 +156,11 @@ def _after(step: Step, answer: Err | Expired, note: Note, *, senses: Senses, lim
     if now + delay >= limit:
         return Failed(error, number)
     note.delay = delay
-    if delay > 0:
-        return (yield from sleep(now + delay))
-    return None
+    stopped = (yield from sleep(now + delay)) if delay > 0 else None
+    if stopped is not None:
+        # A wait that was interrupted is none: no attempt follows it.
+        note.delay = None
+    return stopped
 
 
 def _read(step: Step, answer: Err | Expired, allowed: float) -> ErgonError:

@@ -57,7 +57,8 @@ class Slot:
         #: How many bodies were given up on and have not come back.
         self.bodies = 0
         self.ended = False
-        self.interrupted = False
+        #: How many interrupts its script has not been told of.
+        self.interrupted = 0
 
 
 class Mailbox:
@@ -121,7 +122,7 @@ class Slots(ABC):
         self.fenced = 0
         self._closed = False
         self._root: Slot | None = None
-        self._stopped_early = False
+        self._stopped_early = 0
 
     def mailbox(self) -> Mailbox:
         return Mailbox(self)
@@ -170,7 +171,7 @@ class Slots(ABC):
         with self.lock:
             root = self._root
             if root is None:
-                self._stopped_early = True
+                self._stopped_early += 1
         if root is not None:
             self.interrupt(root)
 
@@ -189,7 +190,7 @@ class Slots(ABC):
             if type(effect) is Call:
                 with self.lock:
                     if slot.interrupted:
-                        slot.interrupted = False
+                        slot.interrupted -= 1
                         answer = Stopped()
                         continue
                     slot.ticket = effect
@@ -254,7 +255,7 @@ class Slots(ABC):
             if slot.ended:
                 return
             if effect is None:
-                slot.interrupted = True
+                slot.interrupted += 1
                 return
             answer = Stopped(self._abandoned(slot, effect) if isinstance(effect, Call) else None)
             self.unpark(slot)
@@ -297,7 +298,7 @@ class Slots(ABC):
             _ask_to_leave(effect.body)
         with self.lock:
             if slot.interrupted:
-                slot.interrupted = False
+                slot.interrupted -= 1
                 return Stopped()
             answer = self._at_once(slot, effect)
             if answer is not PARKED:

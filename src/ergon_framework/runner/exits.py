@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Self
 
+from ergon_framework.errors import ConfigurationError
 from ergon_framework.task.exceptions import LoopTimeout
 from ergon_framework.task.report import Report
 
@@ -34,6 +35,8 @@ def exit_of(report: Report | None, error: BaseException | None = None, *, forced
         return Exit.FORCED
     if isinstance(error, LoopTimeout):
         return Exit.TIMEOUT
+    if isinstance(error, ConfigurationError) and report is None:
+        return Exit.USAGE
     if error is not None or report is None:
         return Exit.FAILED
     return Exit.LEFT_BEHIND if report.abandoned else Exit.OK

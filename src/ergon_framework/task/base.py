@@ -67,8 +67,15 @@ class _Base:
             self.connector = connector
         if getattr(self, "connector", None) is None:
             raise ConfigurationError(f"{self.name} has no connector; pass one: {type(self).__name__}(connector)")
+        if not isinstance(self.connector, Connector | AsyncConnector):
+            raise ConfigurationError(f"{self.name} was given a {type(self.connector).__name__} as its connector")
         if policy is not None:
             self.policy = policy
+        if self.policy is not None and not isinstance(self.policy, ConsumerPolicy | ProducerPolicy):
+            given = type(self.policy).__name__
+            raise ConfigurationError(
+                f"{self.name} was given a {given} as its policy; make one of a mapping: ConsumerPolicy.load(...)"
+            )
         if gates is not None:
             self.gates = gates
         self.services = Services(services, owner=self.name)
@@ -94,12 +101,14 @@ class Task(_Base):
         """The lifespan, and the connector open."""
         connector, before = as_sync(self.connector), self.services
         with self.lifespan() as more:
-            self.services = self._given(more)
-            connector.open()
             try:
-                yield
+                self.services = self._given(more)
+                connector.open()
+                try:
+                    yield
+                finally:
+                    connector.close()
             finally:
-                connector.close()
                 self.services = before
 
     def run(self, policy: ConsumerPolicy | None = None) -> Report:
@@ -121,12 +130,14 @@ class AsyncTask(_Base):
         """The lifespan, and the connector open."""
         connector, before = as_async(self.connector), self.services
         async with self.lifespan() as more:
-            self.services = self._given(more)
-            await connector.open_async()
             try:
-                yield
+                self.services = self._given(more)
+                await connector.open_async()
+                try:
+                    yield
+                finally:
+                    await connector.close_async()
             finally:
-                await connector.close_async()
                 self.services = before
 
     async def run(self, policy: ConsumerPolicy | None = None) -> Report:

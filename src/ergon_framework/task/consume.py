@@ -245,10 +245,13 @@ class Consumption:
     def _idle(self, seconds: float) -> Script[End | None]:
         """Wait *seconds*, or until something may have arrived."""
         until = self._senses.clock() + seconds
-        while not self._woken and self._senses.clock() < until:
+        while True:
+            # At least once, however short the wait: this is where a stop is heard.
             end = yield from self._listen(until=until)
             if end is not None:
                 return end
+            if self._woken or self._senses.clock() >= until:
+                break
         self._woken = False
         return None
 
@@ -285,6 +288,7 @@ class Consumption:
                 left = self._crew.hear(event)
                 if left is not None:
                     self._intake.left(left)
+                    self._handling.left(left)
             elif event is WAKE:
                 self._woken, self._waking = True, False
             elif kind is Lost:
@@ -353,9 +357,12 @@ class Consumption:
         if end not in (End.EMPTY, End.LIMIT):
             until = self._no_more(end)
         asked = end is End.STOP
-        while self._crew.flights or len(self._intake):
+        while self._crew.flights or len(self._intake) or (self._handling.postponed and end is not End.STALLED):
             if self._senses.clock() >= until:
                 break
+            if until == NEVER and not self._crew.flights and not len(self._intake):
+                # Only bodies are left that are to leave before their transactions go back; they have a drain's time.
+                until = self._senses.clock() + self._loop.drain_timeout
             ended = yield from self._listen_until(until)
             if ended is None:
                 continue
@@ -367,6 +374,7 @@ class Consumption:
                 end = ended
                 until = self._no_more(end)
         yield from self._crew.dismiss(self.mailbox, self._hear)
+        self._handling.give_up()
         return end, until
 
     def _listen_until(self, until: float) -> Script[End | None]:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import Any, Protocol, TypeAlias
 
 from ergon_framework.connectors.base import AsyncConnector, Connector
 from ergon_framework.connectors.bridge import as_async, as_sync
-from ergon_framework.errors import ConfigurationError
+from ergon_framework.errors import Category, ConfigurationError
 from ergon_framework.task.base import AsyncTask, Services, Task
 from ergon_framework.task.exceptions import TransactionException
-from ergon_framework.task.functions import Function, Payload
+from ergon_framework.task.functions import Function, Payload, check_function, is_async, name_of
 from ergon_framework.task.gates import Gate, Pause
 from ergon_framework.task.mixins.consumer import AsyncConsumerMixin, ConsumerMixin
 from ergon_framework.task.mixins.policies import ConsumerPolicy, ProducerPolicy
@@ -41,7 +40,7 @@ class _Decorated:
         self._function = Function(fn, self._payload)
         self._success: Function | None = None
         self._failure: Function | None = None
-        self._name = name or fn.__name__
+        self._name = name or name_of(fn)
         self._lifespan = lifespan
         self.__doc__ = fn.__doc__
 
@@ -55,13 +54,20 @@ class _Decorated:
 
     def on_success(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Make *fn* the success handler: it gets the payload and the result, and may return a settlement."""
-        self._success = Function(fn, self._payload, positional=2)
+        self._success = self._handler(fn)
         return fn
 
     def on_failure(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Make *fn* the exception handler: it gets the payload and the error, and may return a settlement."""
-        self._failure = Function(fn, self._payload, positional=2)
+        self._failure = self._handler(fn)
         return fn
+
+    def _handler(self, fn: Callable[..., Any]) -> Function:
+        check_function(fn)
+        if is_async(fn) != isinstance(self, AsyncTask):
+            wanted = "async def" if isinstance(self, AsyncTask) else "def"
+            raise ConfigurationError(f"{name_of(fn)} must be declared with {wanted}, as {self._name} is")
+        return Function(fn, self._payload, positional=2)
 
     @property
     def _plain(self) -> bool:
@@ -119,7 +125,7 @@ class FunctionProducer(_Decorated, ProducerMixin, Task):
 
     def produce_transaction(self, transaction: Transaction) -> Any:
         made = self._function.call(transaction, self.services)
-        return as_sync(self.connector).dispatch([made])[0] if isinstance(made, Transaction) else made
+        return as_sync(self.connector).dispatch([made])[0] if isinstance(made, Transaction) else _confirmed(made)
 
     def handle_produce_success(self, transaction: Transaction, result: Any) -> Any:
         return None if self._success is None else self._success.call(transaction, self.services, result)
@@ -136,13 +142,25 @@ class AsyncFunctionProducer(_Decorated, AsyncProducerMixin, AsyncTask):
 
     async def produce_transaction(self, transaction: Transaction) -> Any:
         made = await self._function.call(transaction, self.services)
-        return (await as_async(self.connector).dispatch_async([made]))[0] if isinstance(made, Transaction) else made
+        if isinstance(made, Transaction):
+            return (await as_async(self.connector).dispatch_async([made]))[0]
+        return _confirmed(made)
 
     async def handle_produce_success(self, transaction: Transaction, result: Any) -> Any:
         return None if self._success is None else await self._success.call(transaction, self.services, result)
 
     async def handle_produce_exception(self, transaction: Transaction, exc: TransactionException) -> Any:
         return None if self._failure is None else await self._failure.call(transaction, self.services, exc)
+
+
+def _confirmed(made: Any) -> Any:
+    if made is None:
+        raise TransactionException(
+            "the producer returned nothing; return the transaction to dispatch, or the confirmation of what was sent",
+            Category.BUSINESS,
+            code="nothing_produced",
+        )
+    return made
 
 
 def consumer(
@@ -164,7 +182,7 @@ def consumer(
     """
 
     def made(fn: Callable[..., Any]) -> Any:
-        kind = AsyncFunctionConsumer if inspect.iscoroutinefunction(fn) else FunctionConsumer
+        kind = AsyncFunctionConsumer if is_async(fn) else FunctionConsumer
         return _declared(
             kind,
             fn,
@@ -188,7 +206,7 @@ def producer(
     """Make a function a producer to *connector*: what it returns is dispatched if it is a transaction."""
 
     def made(fn: Callable[..., Any]) -> Any:
-        kind = AsyncFunctionProducer if inspect.iscoroutinefunction(fn) else FunctionProducer
+        kind = AsyncFunctionProducer if is_async(fn) else FunctionProducer
         return _declared(
             kind,
             fn,
@@ -208,8 +226,7 @@ def _declared(
     declared: Mapping[str, Any],
     given: Mapping[str, Any],
 ) -> Any:
-    if not callable(fn):
-        raise ConfigurationError(f"only functions can be decorated, not {type(fn).__name__}")
+    check_function(fn)
     task = kind.__new__(kind)
     task.declare(fn, **declared)
     task.__init__(connector, **given)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from ergon_framework.connectors.base import Delivery
 from ergon_framework.engine.effects import Call, Script, call, gone, sleep
 from ergon_framework.engine.outcome import Err, Expired, Ok, Stopped
-from ergon_framework.errors import Category, ConnectionLost, ErgonError
+from ergon_framework.errors import Category, ConnectionLost, ErgonError, is_sound, text
 from ergon_framework.task.exceptions import FetchException, FetchTimeoutException
 from ergon_framework.task.report import End
 
@@ -73,7 +73,9 @@ class Fetcher:
     def _error(self, answer: Ok | Err | Expired | Stopped) -> Script[FetchException | End | None]:
         """How a fetch failed, or why the loop ends; None if it did not fail."""
         if isinstance(answer, Ok):
-            return None
+            if isinstance(answer.value, Sequence):
+                return None
+            return _read(TypeError(f"a fetch must return a sequence of deliveries, not {type(answer.value).__name__}"))
         if isinstance(answer, Err):
             return _read(answer.error)
         now = self._senses.clock()
@@ -99,8 +101,8 @@ class Fetcher:
 
 
 def _read(cause: BaseException) -> FetchException:
-    error = FetchException(f"the connector could not be read: {type(cause).__name__}: {cause}")
-    if isinstance(cause, ErgonError):
+    error = FetchException(f"the connector could not be read: {type(cause).__name__}: {text(cause)}")
+    if isinstance(cause, ErgonError) and is_sound(cause):
         error.final = cause.final or cause.category is Category.BUSINESS
         error.retry_after = cause.retry_after
     error.__cause__ = cause

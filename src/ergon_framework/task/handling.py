@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ergon_framework.connectors.base import Delivery
-from ergon_framework.engine.effects import NEVER, Script, gone
+from ergon_framework.connectors.base import DeadLetter, Delivery
+from ergon_framework.engine.effects import Script, gone
 from ergon_framework.failure import Failure
 from ergon_framework.task.lifecycle import Course, lifecycle
 from ergon_framework.task.report import Kind, Outcome
@@ -28,6 +28,8 @@ class Handling:
         self._watch = watch
         #: Receipts of claims that are gone while their deliveries are still here.
         self.lost: set[Any] = set()
+        #: What may bring a transaction back while its body still runs, by receipt: somebody else must not begin yet.
+        self.postponed: dict[Any, Item] = {}
 
     def run(self, delivery: Delivery) -> Script[None]:
         """Take *delivery* through its lifecycle and have it settled."""
@@ -37,18 +39,33 @@ class Handling:
             outcome.kind, outcome.reason = Kind.RELEASED, "lost"
             self._settler.put(Item(delivery, None, outcome))
             return
-        settlement = decide(outcome, self._policy, self.failure_of)
+        settlement = decide(outcome, self._policy)
+        if type(settlement) is DeadLetter and settlement.failure is None:
+            settlement = DeadLetter(settlement.reason, self.failure_of(outcome, delivery, settlement.reason))
         body = outcome.body
-        if body is not None and not body.left and needs_absence(settlement):
-            # Somebody else must not begin while the body is still in there. When the loop ends it
-            # is asked to leave, but there is no time left to wait for it.
-            until = self._senses.clock() if outcome.reason == "stop" else NEVER
-            if (yield from gone(body, until)) is not True:
-                self._settler.put(Item(delivery, None, outcome))
-                return
-        self._settler.put(Item(delivery, settlement, outcome))
+        item = Item(delivery, settlement, outcome)
+        if body is None or body.left or not needs_absence(settlement):
+            self._settler.put(item)
+        elif outcome.reason == "stop":
+            # It is asked to leave, but there is no time left to wait for it.
+            has_left = yield from gone(body, self._senses.clock())
+            self._settler.put(item if has_left is True else Item(delivery, None, outcome))
+        else:
+            self.postponed[delivery.receipt] = item
 
-    def failure_of(self, outcome: Outcome) -> Failure:
+    def left(self, delivery: Delivery) -> None:
+        """The last body of *delivery* has left: what was put off until then is settled."""
+        item = self.postponed.pop(delivery.receipt, None)
+        if item is not None:
+            self._settler.put(item)
+
+    def give_up(self) -> None:
+        """The loop ends: claims whose bodies have not left are kept, and end with the process."""
+        for item in self.postponed.values():
+            self._settler.put(Item(item.delivery, None, item.outcome))
+        self.postponed.clear()
+
+    def failure_of(self, outcome: Outcome, delivery: Delivery, reason: str) -> Failure:
         """The failure record of *outcome*."""
         trace_id = self._watch.trace_id(outcome)
-        return failure_of(outcome, task=self._name, at=self._senses.wall(), trace_id=trace_id)
+        return failure_of(outcome, delivery, reason, task=self._name, at=self._senses.wall(), trace_id=trace_id)

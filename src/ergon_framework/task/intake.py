@@ -94,9 +94,9 @@ class Intake:
         settlement = None if delivery.receipt in self._handling.lost else Release()
         self._settler.put(Item(delivery, settlement, Outcome(delivery.transaction, Kind.RELEASED, reason=reason)))
 
-    def late(self, deliveries: Sequence[Delivery]) -> None:
+    def late(self, deliveries: Any) -> None:
         """A fetch that nobody waited for any more brought something after all."""
-        for delivery in deliveries:
+        for delivery in deliveries if isinstance(deliveries, Sequence) else ():
             self.give_back(delivery, "late")
 
     def clear(self, reason: str) -> None:
@@ -127,6 +127,5 @@ class Intake:
         self._watch.refused(delivery, reason)
         outcome = Outcome(delivery.transaction, reason=reason)
         outcome.error = delivery.error
-        more: dict[str, Any] = {"reason_code": reason, "deliveries": delivery.deliveries}
-        failure = self._handling.failure_of(outcome).model_copy(update=more)
+        failure = self._handling.failure_of(outcome, delivery, reason)
         self._settler.put(Item(delivery, DeadLetter(reason, failure), None))

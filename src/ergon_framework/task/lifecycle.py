@@ -8,7 +8,7 @@ from ergon_framework.connectors.base import Ack, DeadLetter, Later, Settlement
 from ergon_framework.engine.attempts import Deferred, Ended, Failed, Step, StepWatch, attempts
 from ergon_framework.engine.effects import NEVER, Script
 from ergon_framework.engine.outcome import Ok, Stopped
-from ergon_framework.errors import Category, ErgonError
+from ergon_framework.errors import Category, ErgonError, is_sound, text
 from ergon_framework.failure import Attempt, describe
 from ergon_framework.task.exceptions import TransactionException
 from ergon_framework.task.report import Kind, Outcome
@@ -61,18 +61,20 @@ class Course:
 
 def classify(error: BaseException) -> TransactionException:
     """Give any failure of process or produce its verdict; one that already has it keeps it."""
-    if isinstance(error, TransactionException):
+    if isinstance(error, TransactionException) and is_sound(error):
         return error
-    if isinstance(error, ErgonError):
+    if isinstance(error, ErgonError) and is_sound(error):
         return _wrapped(error, error.category, verdict=error)
     return _wrapped(error, Category.SYSTEM)
 
 
 def classify_handler(error: BaseException) -> TransactionException:
     """Handlers have no business failures: whatever they raise is ours to retry."""
-    if isinstance(error, TransactionException) and error.category is Category.SYSTEM:
+    if isinstance(error, TransactionException) and error.category is Category.SYSTEM and is_sound(error):
         return error
-    return _wrapped(error, Category.SYSTEM, verdict=error if isinstance(error, ErgonError) else None)
+    return _wrapped(
+        error, Category.SYSTEM, verdict=error if isinstance(error, ErgonError) and is_sound(error) else None
+    )
 
 
 def expired(message: str) -> TransactionException:
@@ -81,7 +83,7 @@ def expired(message: str) -> TransactionException:
 
 
 def _wrapped(error: BaseException, category: Category, verdict: ErgonError | None = None) -> TransactionException:
-    message = f"{type(error).__name__}: {error}" if verdict is None else str(error)
+    message = f"{type(error).__name__}: {text(error)}" if verdict is None else text(error)
     wrapped = TransactionException(message, category)
     if verdict is not None:
         wrapped.retry_after, wrapped.final, wrapped.code = verdict.retry_after, verdict.final, verdict.code

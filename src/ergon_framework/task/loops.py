@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
-from weakref import WeakKeyDictionary
+from typing import Protocol
 
 
 class Running(Protocol):
@@ -49,11 +48,10 @@ class Loops:
             return all(running.live for running, _ in self._running.values())
 
 
-_loops: WeakKeyDictionary[Any, Loops] = WeakKeyDictionary()
-_lock = threading.Lock()
-
-
 def loops_of(task: object) -> Loops:
-    """The loops of *task*. They are kept beside it, because a mixin has no constructor to make them in."""
-    with _lock:
-        return _loops.setdefault(task, Loops())
+    """The loops of *task*. They are kept with it, because a mixin has no constructor to make them in.
+
+    By the object and not by its value: two tasks that are equal are still two.
+    """
+    found: Loops = vars(task).setdefault("_ergon_loops", Loops())
+    return found

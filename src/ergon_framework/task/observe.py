@@ -60,7 +60,7 @@ def safely(callback: Callable[[Outcome], None]) -> Callable[[Outcome], None]:
     def told(outcome: Outcome) -> None:
         try:
             callback(outcome)
-        except Exception:
+        except BaseException:
             log.exception(Event.CALLBACK_FAILED, extra={Field.TRANSACTION_ID: outcome.transaction.id})
 
     return told

@@ -39,7 +39,7 @@ def renew(
             yield from gone(answer.body, senses.clock())
         if isinstance(answer, Stopped):
             return
-        if isinstance(answer, Ok):
+        if isinstance(answer, Ok) and isinstance(answer.value, Sequence):
             ended = [delivery.receipt for delivery, until in zip(held, answer.value, strict=False) if until is None]
             for delivery, until in zip(held, answer.value, strict=False):
                 delivery.lease_until = until or delivery.lease_until

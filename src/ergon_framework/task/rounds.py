@@ -61,8 +61,7 @@ class Rounds:
         present = self._present
         if not self._streaming or present is None:
             return
-        if present.node.recording:
-            present.node.tell({Attribute.BATCH_FETCHED: len(deliveries)})
+        present.node.tell({Attribute.BATCH_FETCHED: len(deliveries)})
         with self._lock:
             for delivery in deliveries:
                 if self._of.setdefault(id(delivery.transaction), present) is present:

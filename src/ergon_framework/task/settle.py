@@ -51,15 +51,12 @@ class Item:
         self.outcome = outcome
 
 
-def decide(outcome: Outcome, policy: SettlePolicy, failure: Callable[[Outcome], Failure]) -> Settlement:
+def decide(outcome: Outcome, policy: SettlePolicy) -> Settlement:
     """What is to become of a delivery: what a handler asked for, or else what the policy says."""
-    asked = outcome.settlement
-    if asked is None and outcome.kind is _SUCCEEDED:
+    if outcome.settlement is not None:
+        return outcome.settlement
+    if outcome.kind is _SUCCEEDED:
         return _ACK
-    if isinstance(asked, DeadLetter) and asked.failure is None:
-        return DeadLetter(asked.reason, failure(outcome))
-    if asked is not None:
-        return asked
     if outcome.kind is Kind.RELEASED or outcome.error is None:
         return _RELEASE
     by_category = {
@@ -69,14 +66,15 @@ def decide(outcome: Outcome, policy: SettlePolicy, failure: Callable[[Outcome], 
     }
     if by_category[outcome.error.category] == "ack":
         return _ACK
-    return DeadLetter(outcome.error.code or outcome.error.category.value.lower(), failure(outcome))
+    return DeadLetter(outcome.error.code or outcome.error.category.value.lower())
 
 
-def failure_of(outcome: Outcome, *, task: str, at: float, trace_id: str | None = None) -> Failure:
-    """The failure record of *outcome*."""
+def failure_of(
+    outcome: Outcome, delivery: Delivery, reason: str, *, task: str, at: float, trace_id: str | None = None
+) -> Failure:
+    """The failure record of *outcome*, which is put aside because of *reason*."""
     transaction, error = outcome.transaction, outcome.error
     cause = None if error is None else error.__cause__ or error
-    category = Category.SYSTEM if error is None else error.category
     return Failure(
         task_name=task,
         transaction_id=transaction.id,
@@ -84,19 +82,25 @@ def failure_of(outcome: Outcome, *, task: str, at: float, trace_id: str | None =
         tenant_id=transaction.tenant,
         correlation_id=transaction.correlation or transaction.id,
         idempotency_key=transaction.id,
-        reason_code=(error.code if error is not None and error.code else None) or category.value.lower(),
-        error_type=type(cause).__name__,
-        error_message="" if error is None else describe(error),
+        reason_code=reason,
+        error_type="DeadLetter" if cause is None else type(cause).__name__,
+        error_message=reason if error is None else describe(error),
         attempts=outcome.attempts,
         occurred_at=at,
-        category=category,
+        category=_without_error(outcome) if error is None else error.category,
         step=outcome.notes[-1].step if outcome.notes else None,
-        final=error.final if error is not None else False,
+        final=error is not None and error.final,
         still_running=outcome.still_running,
         succeeded_steps=outcome.succeeded_steps,
+        deliveries=delivery.deliveries,
         trace_id=trace_id,
         history=history(outcome),
     )
+
+
+def _without_error(outcome: Outcome) -> Category:
+    """Once process has succeeded it was a handler's own decision; before, it was the broker's or the clock's."""
+    return Category.BUSINESS if outcome.processed else Category.SYSTEM
 
 
 class Settler:
@@ -208,14 +212,16 @@ class Settler:
                 hurried = True
         self._hurried = hurried
         # One result each; an answer of another length says nothing about anyone.
-        answers = list(answer.value) if isinstance(answer, Ok) else []
+        answers = list(answer.value) if isinstance(answer, Ok) and isinstance(answer.value, Sequence) else []
         if len(answers) != len(items):
             answers = [_FAILED] * len(items)
         self._watch.settled(answers, clock() - began)
         return answers
 
     def _finished(self, item: Item, result: SettleResult | None) -> None:
-        self.claims.pop(item.delivery.receipt, None)
+        if item.settlement is not None or item.outcome is None or item.outcome.reason == "lost":
+            # A claim that is kept because its body still runs is renewed as long as the loop lives.
+            self.claims.pop(item.delivery.receipt, None)
         word = "kept" if result is None else result.value
         self._report.settled[word] = self._report.settled.get(word, 0) + 1
         outcome = item.outcome

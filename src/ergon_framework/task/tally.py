@@ -31,8 +31,7 @@ def count(counts: Counts, outcome: Outcome) -> None:
 def _count_attempts(counts: Counts, step: str, outcome: Outcome) -> None:
     notes = [note for note in outcome.notes if note.step == step]
     deferred = isinstance(outcome.settlement, Later) and not outcome.processed and outcome.error is not None
-    stopped = outcome.kind is Kind.RELEASED and outcome.reason in ("stop", "lost")
-    given_up = bool(notes) and (notes[-1].delay is None or deferred or stopped)
+    given_up = bool(notes) and (notes[-1].delay is None or deferred)
     made = len(notes) + (not given_up and _begun(step, outcome))
     if made:
         counts.add(names.ATTEMPTS, step, amount=made)

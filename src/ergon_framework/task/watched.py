@@ -10,7 +10,7 @@ from ergon_framework.engine.attempts import Deferred, Ended, Failed, Step
 from ergon_framework.engine.outcome import Ok, Stopped
 from ergon_framework.errors import ErgonError
 from ergon_framework.task.outline import Outline, StepOutline
-from ergon_framework.task.report import Kind, Outcome
+from ergon_framework.task.report import Outcome
 from ergon_framework.telemetry import redaction
 from ergon_framework.telemetry.names import Attribute
 from ergon_framework.telemetry.options import TelemetryOptions
@@ -117,7 +117,7 @@ class Watched:
         node.tell({Attribute.OUTCOME: outcome.kind.value, Attribute.ATTEMPTS: outcome.attempts})
         if outcome.reason is not None:
             node.tell({Attribute.REASON: outcome.reason})
-        if outcome.error is not None and outcome.kind is not Kind.SUCCEEDED:
+        if outcome.error is not None:
             blame(node, outcome.error, self._options.redact)
         node.end()
         self._remember(outcome, node)

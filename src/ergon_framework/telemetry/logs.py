@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Final
 
 from ergon_framework import scope
@@ -18,7 +19,9 @@ _own: Final = logging.getLogger(__name__)
 def say(level: int, event: str, fields: Mapping[str, Any]) -> None:
     """Log *event*; fields that are None are left out."""
     if log.isEnabledFor(level):
-        log.log(level, event, extra={name: value for name, value in fields.items() if value is not None})
+        # Filters and handlers are foreign code, and must not end the loop that has something to say.
+        with suppress(Exception):
+            log.log(level, event, extra={name: value for name, value in fields.items() if value is not None})
 
 
 def telemetry_failed(error: BaseException) -> None:

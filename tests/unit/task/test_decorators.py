@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,9 +19,11 @@ from ergon_framework import (
     ConfigurationError,
     ConsumerMixin,
     ConsumerPolicy,
+    DeadLetter,
     MemoryConnector,
     Pause,
     ProducerMixin,
+    ProducerPolicy,
     Task,
     Transaction,
     consumer,
@@ -81,8 +84,6 @@ def test_a_function_consumes_typed_payloads_with_injected_services(flavour: str)
 
 def test_a_settlement_that_the_function_returns_is_what_becomes_of_it(flavour: str) -> None:
     def reject(order: Any) -> Any:
-        from ergon_framework import DeadLetter  # noqa: PLC0415 - as a user would within a handler
-
         return DeadLetter("too late") if order["total"] == 1 else None
 
     connector = orders(1, 2)
@@ -249,14 +250,154 @@ def test_a_producer_function_without_handlers_and_with_a_lifespan(flavour: str) 
 
 
 def _once() -> Any:
-    from ergon_framework import ProducerPolicy  # noqa: PLC0415 - only here
-
     return ProducerPolicy.load({"steps": {"produce": {"retry": {"max_attempts": 1}}}})
 
 
-def test_only_functions_can_be_decorated() -> None:
-    with pytest.raises(ConfigurationError, match="not str"):
-        consumer(orders())("not a function")  # type: ignore[arg-type]
+class Handler:
+    """What somebody might decorate by mistake."""
+
+
+def yields(order: Any) -> Any:
+    yield order
+
+
+async def yields_async(order: Any) -> Any:
+    yield order
+
+
+@pytest.mark.parametrize(
+    "thing, message",
+    [
+        ("text", "not str"),
+        (Handler, "not the class Handler"),
+        (yields, "yields yields, so calling it would run nothing"),
+        (yields_async, "yields_async yields"),
+    ],
+)
+@pytest.mark.parametrize("decorator", [consumer, producer])
+def test_what_would_run_nothing_is_refused_when_it_is_declared(decorator: Any, thing: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        decorator(orders())(thing)
+
+
+def test_a_handler_is_of_its_tasks_flavour(flavour: str) -> None:
+    def note(order: Any, error: Any) -> None: ...
+
+    async def note_async(order: Any, error: Any) -> None: ...
+
+    task = consumer(orders(), name="charge")(declared(flavour, lambda order: None))
+    other, wanted = (note_async, "def") if flavour == "threads" else (note, "async def")
+    for declare in (task.on_success, task.on_failure):
+        with pytest.raises(ConfigurationError, match=f"must be declared with {wanted}, as charge is"):
+            declare(other)
+
+
+@pytest.mark.spec("CON-28")
+def test_an_object_that_is_called_asynchronously_is_an_async_task() -> None:
+    seen: list[Any] = []
+
+    class Charging:
+        async def __call__(self, order: Any) -> None:
+            seen.append(order["total"])
+
+    task = consumer(orders(7))(Charging())
+    ran(task)
+    assert (seen, task.name) == ([7], "Charging")
+
+
+def test_a_partial_function_is_a_function() -> None:
+    seen: list[Any] = []
+
+    def charge(order: Any, transaction: Transaction, rate: int) -> None:
+        seen.append((order["total"] * rate, transaction.id))
+
+    task = consumer(orders(7))(partial(charge, rate=3))
+    ran(task)
+    assert (seen, task.name) == ([(21, "7")], "charge")
+
+
+@pytest.mark.spec("CON-30")
+def test_work_that_was_never_begun_is_no_success(flavour: str) -> None:
+    async def later() -> None: ...
+
+    def steps() -> Any:
+        yield
+
+    for unbegun in (later, steps, lambda: yields_async(None)):
+        if flavour == "asyncio" and unbegun is later:
+            continue  # there it is awaited, and so is begun
+        connector = orders(1)
+        policy = ConsumerPolicy.load({"steps": {"process": {"retry": {"max_attempts": 1}}}})
+        task = consumer(connector, policy=policy)(declared(flavour, lambda order, made=unbegun: made()))
+        assert ran(task).counts[Kind.FAILED] == 1
+        assert "nothing of it has run" in connector.dead_letters[0].failure.error_message
+
+
+@pytest.mark.spec("CON-30")
+def test_an_async_handler_of_a_sync_class_is_refused() -> None:
+    class Wrong(ConsumerMixin, ProducerMixin, Task):
+        async def process_transaction(self, transaction: Transaction) -> None: ...
+
+        async def handle_produce_exception(self, transaction: Transaction, exc: Any) -> None: ...
+
+    with pytest.raises(ConfigurationError, match="process_transaction is async, but its task runs on threads"):
+        Wrong(orders(1)).run()
+    with pytest.raises(ConfigurationError, match="handle_produce_exception is async"):
+        Wrong(orders(1)).produce_transactions([])
+
+
+def test_a_payload_that_does_not_fit_reaches_the_failure_handler_as_it_came(flavour: str) -> None:
+    seen: list[Any] = []
+
+    def charge(order: Order) -> None: ...
+
+    def failed(order: Any, error: Any) -> None:
+        seen.append((order, error.code))
+
+    connector = MemoryConnector("orders")
+    connector.dispatch([Transaction("1", {"total": "many"})])
+    task = consumer(connector, payload=Order)(declared(flavour, charge))
+    task.on_failure(declared(flavour, failed))
+    assert ran(task).counts[Kind.FAILED] == 1
+    assert seen == [({"total": "many"}, "invalid_payload")]
+
+
+def test_a_parameter_called_transaction_needs_no_annotation(flavour: str) -> None:
+    seen: list[str] = []
+
+    def charge(order, transaction):  # type: ignore[no-untyped-def]
+        seen.append(transaction.id)
+
+    ran(consumer(orders(5))(declared(flavour, charge)))
+    assert seen == ["5"]
+
+
+@pytest.mark.spec("PRO-20")
+def test_a_producer_that_returns_nothing_has_produced_nothing(flavour: str) -> None:
+    task = producer(MemoryConnector("out"))(declared(flavour, lambda order: None))
+    report = task.produce_transactions([Transaction("1")])
+    report = asyncio.run(report) if asyncio.iscoroutine(report) else report
+    assert (report.outcomes[0].kind, report.outcomes[0].error.code) == (Kind.FAILED, "nothing_produced")
+
+
+@pytest.mark.parametrize("policy", [{"loop": {}}, 5])
+def test_a_policy_is_a_policy(policy: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"as its policy; make one of a mapping"):
+        consumer(orders(), policy=policy)(lambda order: None)
+
+
+def test_a_connector_is_a_connector() -> None:
+    with pytest.raises(ConfigurationError, match="was given a str as its connector"):
+        consumer("amqp://broker")(lambda order: None)  # type: ignore[arg-type]
+
+
+@pytest.mark.spec("CON-30")
+def test_a_dead_letter_that_a_handler_asked_for_says_that_it_was_its_decision(flavour: str) -> None:
+    connector = orders(1)
+    ran(consumer(connector)(declared(flavour, lambda order: DeadLetter("too late"))))
+    failure = connector.dead_letters[0].failure
+    assert (failure.reason_code, failure.error_type, failure.error_message) == ("too late", "DeadLetter", "too late")
+    assert (failure.category, failure.deliveries) == ("BUSINESS", 1)
 
 
 # -- classes ------------------------------------------------------------------------------------

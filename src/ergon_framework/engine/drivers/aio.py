@@ -15,8 +15,9 @@ from types import CoroutineType
 from typing import Any
 
 from ergon_framework import scope
+from ergon_framework.engine.drivers.bodies import checked
 from ergon_framework.engine.effects import NEVER, Call, R, Script
-from ergon_framework.engine.outcome import Answer, Err, Ok
+from ergon_framework.engine.outcome import Answer, Err, Ok, Stopped
 from ergon_framework.engine.senses import Senses
 from ergon_framework.engine.slots import Mailbox, Slot, Slots
 
@@ -38,19 +39,21 @@ class Asyncio(Slots):
         self._thread = threading.get_ident()
         self._context = copy_context()
         self._ready: deque[tuple[Slot, Any]] = deque()
-        self._idle: list[asyncio.Future[None]] = []
+        self._idle: list[tuple[asyncio.Future[None], asyncio.Task[None]]] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._over: asyncio.Future[Any] = self._loop.create_future()
         #: A worker is deciding right now, and will look for more work before it waits.
         self._deciding = False
-        #: A worker was woken and has not come round yet; it will wake the next one if need be.
-        self._coming = False
+        #: The worker that was woken and has not come round yet; it will wake the next one if need be.
+        self._coming: asyncio.Task[None] | None = None
+        self._caller: asyncio.Task[Any] | None = None
         self._since = 0.0
 
     async def run(self, script: Script[R]) -> R:
         """Perform *script* to its end. Cancelling the caller stops it, and is passed on when it has ended."""
         cancelled: asyncio.CancelledError | None = None
+        self._caller = asyncio.current_task()
         self.start(script)
         while not self._over.done():
             try:
@@ -74,7 +77,10 @@ class Asyncio(Slots):
 
     def _soon(self, act: Callable[[], None]) -> None:
         """Have *act* done on the event loop's thread; after its end there is nobody left to tell."""
-        if threading.get_ident() == self._thread:
+        # At once where that is possible: a handler that stops its loop means now. A signal handler
+        # may have interrupted somebody who holds the lock, and must not wait for him.
+        if threading.get_ident() == self._thread and self.lock.acquire(blocking=False):
+            self.lock.release()
             act()
             return
         with suppress(RuntimeError):
@@ -91,19 +97,28 @@ class Asyncio(Slots):
 
     def _wake(self) -> None:
         """Have one more worker look for work, unless one is on its way."""
-        if self._coming:
+        if self._coming is not None:
             return
-        self._coming = True
         while self._idle:
-            idle = self._idle.pop()
+            idle, worker = self._idle.pop()
             if not idle.done():
                 idle.set_result(None)
+                self._coming = worker
                 return
         # A context of its own, so that a worker inherits nothing of the transaction that
         # happens to be running where it is started.
         task = self._loop.create_task(self._work(), context=self._context.copy())
+        self._coming = task
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._left_off)
+
+    def _left_off(self, task: asyncio.Task[None]) -> None:
+        """A worker has ended; if it was cancelled on its way to work, somebody else has to go."""
+        self._tasks.discard(task)
+        if self._coming is task:
+            self._coming = None
+            if self._ready and not self._closed:
+                self._wake()
 
     async def _work(self) -> None:
         task = asyncio.current_task()
@@ -111,7 +126,7 @@ class Asyncio(Slots):
         self._came()
         while not self._closed:
             if not self._ready:
-                await self._rest()
+                await self._rest(task)
                 continue
             slot, answer = self._ready.popleft()
             call = self._decide(slot, answer)
@@ -119,23 +134,30 @@ class Asyncio(Slots):
                 answer = self._begun(call, task)
                 if type(answer) is _Within:
                     answer = await self._rest_of(answer)
-                told = self.returned(slot, call, answer)
+                told = self.returned(slot, call, self._read(answer, task))
                 if task.cancelling():
                     self._retire(slot, told)
                     return
+                if self.clock() - self._since > SLICE:
+                    await asyncio.sleep(0)
+                    self._since = self.clock()
                 call = None if told is None else self._decide(slot, told)
-            if self.clock() - self._since > SLICE:
-                await asyncio.sleep(0)
-                self._since = self.clock()
 
-    async def _rest(self) -> None:
+    def _read(self, answer: Answer, task: asyncio.Task[None]) -> Answer:
+        """*answer*, unless everybody is being cancelled: the end of the event loop is a stop, and no failure."""
+        cancelled = type(answer) is Err and isinstance(answer.error, asyncio.CancelledError)
+        if cancelled and task.cancelling() and self._caller is not None and self._caller.cancelling():
+            return Stopped()
+        return answer
+
+    async def _rest(self, task: asyncio.Task[None]) -> None:
         idle = self._loop.create_future()
-        self._idle.append(idle)
+        self._idle.append((idle, task))
         await idle
         self._came()
 
     def _came(self) -> None:
-        self._coming = False
+        self._coming = None
         self._since = self.clock()
 
     def _decide(self, slot: Slot, answer: Any) -> Call | None:
@@ -161,7 +183,7 @@ class Asyncio(Slots):
 
     async def _rest_of(self, within: _Within) -> Answer:
         try:
-            value = await within
+            value = checked(await within)
         except BaseException as error:  # noqa: BLE001 - an answer is data; the script classifies it
             return Err(error)
         finally:
@@ -203,7 +225,7 @@ class Asyncio(Slots):
         self.close()
         if self._timer is not None:
             self._timer.cancel()
-        for idle in self._idle:
+        for idle, _ in self._idle:
             if not idle.done():
                 idle.set_result(None)
 
@@ -250,12 +272,12 @@ def _first(call: Call) -> tuple[Any, Any]:
     value = call.fn(*call.args)
     if type(value) is not CoroutineType:
         if not inspect.isawaitable(value):
-            return value, _NOTHING
+            return checked(value), _NOTHING
         value = _awaited(value)
     try:
         return value, value.send(None)
     except StopIteration as stop:
-        return stop.value, _NOTHING
+        return checked(stop.value), _NOTHING
 
 
 def _clock_of(loop: asyncio.AbstractEventLoop) -> Callable[[], float]:

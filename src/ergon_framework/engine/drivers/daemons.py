@@ -11,11 +11,16 @@ from concurrent.futures import Executor, Future
 from typing import Any, ParamSpec, TypeVar
 
 from ergon_framework.engine.drivers.waiting import RealTime, Waiting
+from ergon_framework.errors import ErgonError
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 _numbers = itertools.count(1)
+
+
+class ShutDownError(ErgonError, RuntimeError):
+    """New work was offered after the shutdown."""
 
 
 class DaemonExecutor(Executor):
@@ -53,10 +58,14 @@ class DaemonExecutor(Executor):
         """Run ``fn(*args)`` on a thread; *fn* must not raise."""
         with self._lock:
             if self._closed:
-                raise RuntimeError("cannot schedule new work after shutdown")
+                raise ShutDownError("cannot schedule new work after shutdown")
             self._jobs.append((fn, args))
-            if not self._coming:
-                self._wake()
+            try:
+                if not self._coming:
+                    self._wake()
+            except RuntimeError:
+                self._jobs.pop()
+                raise
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         future: Future[T] = Future()
@@ -87,10 +96,16 @@ class DaemonExecutor(Executor):
             self._coming = True
             self._inbox.put(None)
         elif self._max is None or len(self._threads) < self._max:
-            self._coming = True
             thread = threading.Thread(target=self._work, name=f"{self._name}-{len(self._threads)}", daemon=True)
+            try:
+                self._waiting.start(thread)
+            except RuntimeError:
+                # The machine has no thread left. Those that there are will do the work, one after the other.
+                if not self._threads:
+                    raise
+                return
+            self._coming = True
             self._threads.append(thread)
-            self._waiting.start(thread)
 
     def _work(self) -> None:
         while self._done():
@@ -111,8 +126,6 @@ class DaemonExecutor(Executor):
                 if self._jobs and not self._coming:
                     self._wake()
             fn(*args)
-            # A reference kept here would keep the last transaction alive while this thread idles.
-            del fn, args
 
 
 def _fulfil(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from contextvars import copy_context
 from typing import Any
 
 from ergon_framework import scope
-from ergon_framework.engine.drivers.daemons import DaemonExecutor
+from ergon_framework.engine.drivers.bodies import checked
+from ergon_framework.engine.drivers.daemons import DaemonExecutor, ShutDownError
 from ergon_framework.engine.drivers.waiting import RealTime, Waiting
 from ergon_framework.engine.effects import NEVER, Call, R, Script
 from ergon_framework.engine.outcome import Answer, Err, Ok
@@ -38,6 +38,21 @@ class Threads(Slots):
         The caller's thread only waits: an interrupt that struck it in the middle of a decision
         would leave that decision half made.
         """
+        try:
+            interrupted = self._run(script)
+        finally:
+            # Whatever struck this thread: nothing may go on behind the caller's back.
+            self._close()
+        if interrupted is not None:
+            raise interrupted
+        value: Any
+        value, failure = self._result or (None, None)
+        if failure is not None:
+            raise failure
+        result: R = value
+        return result
+
+    def _run(self, script: Script[Any]) -> KeyboardInterrupt | None:
         interrupted: KeyboardInterrupt | None = None
         self._aides.execute(self._watch)
         self.start(script)
@@ -46,18 +61,10 @@ class Threads(Slots):
                 self._over.wait(None)
             except KeyboardInterrupt as error:
                 if interrupted is not None:
-                    self._close()
                     raise
                 interrupted = error
                 self.halt()
-        self._close()
-        value, failure = self._result
-        if interrupted is not None:
-            raise interrupted
-        if failure is not None:
-            raise failure
-        result: R = value
-        return result
+        return interrupted
 
     def stop(self) -> None:
         self.halt()
@@ -70,8 +77,13 @@ class Threads(Slots):
             return
         # The slot's own thread is free unless one of its bodies still occupies it.
         executor = self._workers if slot.counted and not slot.bodies else self._aides
-        with suppress(RuntimeError):  # closed just now
+        try:
             executor.execute(self._drive, slot, answer)
+        except ShutDownError:
+            return  # closed just now
+        except RuntimeError as error:
+            # The machine gives no thread at all: there is nobody to go on with, and the caller must know.
+            self._finish(None, error)
 
     def _drive(self, slot: Slot, answer: Any) -> None:
         call = self.advance(slot, answer)
@@ -111,4 +123,4 @@ class Threads(Slots):
 
 def _body(call: Call) -> Any:
     scope.enter(call.scope)
-    return call.fn(*call.args)
+    return checked(call.fn(*call.args))

@@ -56,7 +56,8 @@ class _Event:
         self._event.set()
 
     def wait(self, seconds: float | None) -> None:
-        self._event.wait(seconds)
+        # Nobody can wait longer than this; the watcher then looks and waits again.
+        self._event.wait(None if seconds is None else min(seconds, threading.TIMEOUT_MAX))
         self._event.clear()
 
 

@@ -17,6 +17,7 @@ from ergon_framework.engine.senses import Senses
 from ergon_framework.engine.slots import Slots
 from ergon_framework.task.consume import Broker, Consumption
 from ergon_framework.task.exceptions import TransactionException
+from ergon_framework.task.functions import refuse_async
 from ergon_framework.task.gates import Gate
 from ergon_framework.task.lifecycle import Course, classify, classify_handler, expired, lifecycle
 from ergon_framework.task.loops import loops_of
@@ -142,6 +143,7 @@ class ConsumerMixin(_Consumer, ABC):
     ) -> Report:
         """Consume until the policy says that it is enough; blocks, and drains when it is stopped."""
         policy = policy or ConsumerPolicy()
+        refuse_async(self.process_transaction, self.handle_transaction_success, self.handle_transaction_exception)
         connector = as_sync(self.connector)
         threads = driver(policy.loop.concurrency.value)
         broker = Broker(

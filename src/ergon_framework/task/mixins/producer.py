@@ -15,6 +15,7 @@ from ergon_framework.engine.effects import Script
 from ergon_framework.engine.senses import Senses
 from ergon_framework.engine.slots import Slots
 from ergon_framework.task.exceptions import TransactionException
+from ergon_framework.task.functions import refuse_async
 from ergon_framework.task.lifecycle import Course, classify, classify_handler, expired, lifecycle
 from ergon_framework.task.loops import loops_of
 from ergon_framework.task.mixins.policies import ProducerPolicy
@@ -103,6 +104,7 @@ class ProducerMixin(_Producer):
     ) -> ProduceReport:
         """Produce them all; one outcome each, in input order."""
         policy = policy or ProducerPolicy()
+        refuse_async(self.produce_transaction, self.handle_produce_success, self.handle_produce_exception)
         threads = driver(policy.loop.concurrency.value)
         production = self._produce_transactions(transactions, policy, threads)
         with loops_of(self).entered(production, threads.stop):
