@@ -665,7 +665,9 @@ def foretold(run: Run, number: int, *, slack: float = oracle.TOLERANCE) -> oracl
     drain_end = oracle.drain_end_of(plan, began=record.began)
     if stop is not None and stop > record.ended + slack:
         stop = drain_end = None
-    if record.raised == "LoopStalled":
+    # A loop that ended by itself did not wait for bodies that had been given up.
+    stayed = drain_end is None and any(body.left > record.ended + slack for body in delivery.bodies)
+    if stayed or record.raised == "LoopStalled":
         drain_end = record.ended
     return oracle.predict(
         delivery.transaction,

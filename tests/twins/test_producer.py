@@ -272,7 +272,7 @@ class AsyncPlain(AsyncProducerMixin):
 def test_by_default_the_transaction_is_dispatched_as_it_is_and_its_confirmation_is_the_result(flavour):
     task = Plain() if flavour == "threads" else AsyncPlain()
     task.connector = MemoryConnector("orders")
-    given = [Transaction(f"t{number}", {"n": number}, tenant="acme", key="k") for number in range(25)]
+    given = [Transaction(f"t{number}", {"n": number}, source="shop", tenant="acme", key="k") for number in range(25)]
 
     made = task.produce_transactions(given)
     report = made if flavour == "threads" else asyncio.run(made)

@@ -627,7 +627,7 @@ def test_a_pause_is_shown_with_its_reason(flavour, seen, events):
     def gate():
         if not shown:
             shown.append(None)
-            return Pause("breaker open", 0)
+            return Pause("breaker open", 0.01)
         if len(shown) == 1:
             shown.append(seen.metric(names.PAUSED))
         return None

@@ -512,3 +512,10 @@ def test_many_threads_settle_every_message_once():
     work(5)  # what the last of them released
     assert len(settled) == 2000
     assert set(settled.values()) == {1}
+
+
+@pytest.mark.spec("CON-48")
+def test_what_is_dispatched_has_its_queue_as_its_source_unless_it_has_one():
+    queue = MemoryConnector("orders")
+    queue.dispatch([Transaction("7"), Transaction("8", source="shop")])
+    assert [delivery.transaction.source for delivery in queue.fetch_transactions(2)] == ["orders", "shop"]

@@ -9,7 +9,7 @@ import pytest
 
 from ergon_framework.engine.drivers.threads import Threads
 from ergon_framework.engine.drivers.waiting import Alarm, RealTime
-from ergon_framework.engine.effects import Call, Script, call, gone, sleep
+from ergon_framework.engine.effects import Call, Script, call, gone, sleep, spawn
 from ergon_framework.engine.outcome import Expired, Stopped
 
 
@@ -119,3 +119,26 @@ def test_a_body_that_comes_back_after_its_deadline_has_timed_out_though_nobody_l
 
     assert driver.run(script()) is True
     assert (late, driver.fenced) == (["late"], 1)
+
+
+class Exhausted(RealTime):
+    """A machine that has no thread left for workers."""
+
+    def start(self, thread: threading.Thread) -> None:
+        if "worker" in thread.name:
+            raise RuntimeError("can't start new thread")
+        super().start(thread)
+
+
+def test_a_machine_without_threads_is_an_error_and_no_silence() -> None:
+    driver = Threads(1, waiting=Exhausted())
+
+    def child() -> Script[None]:
+        yield from ()
+
+    def script() -> Script[None]:
+        yield from spawn(child(), told=driver.mailbox(), counted=True)
+        yield from sleep(driver.clock() + 60)
+
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        driver.run(script())

@@ -8,7 +8,7 @@ from threading import Event
 
 import pytest
 
-from ergon_framework import ConsumerPolicy, MemoryConnector, Transaction, consumer
+from ergon_framework import ConfigurationError, ConsumerPolicy, MemoryConnector, Transaction, consumer
 from ergon_framework.runner import leaving
 from ergon_framework.runner.exits import Exit
 from ergon_framework.runner.leaving import flush, guard, leave
@@ -175,3 +175,11 @@ def test_an_exporter_that_hangs_or_fails_holds_nobody(monkeypatch):
     monkeypatch.setitem(sys.modules, "opentelemetry.metrics", metrics)
     flush(Ended(Report(), deadline=time.monotonic() + 0.05))
     hung.set()
+
+
+def test_a_task_that_is_set_up_wrongly_is_a_usage_error(flavour):
+    def broken():
+        raise ConfigurationError("no such service")
+
+    ended = Process(made(flavour, lambda: None, lifespan=broken), rules()).run()
+    assert ended.exit is Exit.USAGE

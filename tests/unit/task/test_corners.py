@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,7 +15,13 @@ import pytest
 from ergon_framework import AsyncConsumerMixin, ConsumerMixin, ConsumerPolicy, MemoryConnector, Transaction
 from ergon_framework.connectors.base import Ack, Delivery, Later, Release, SettleResult, Settling
 from ergon_framework.engine.senses import Senses
-from ergon_framework.task.exceptions import FetchTimeoutException
+from ergon_framework.task.exceptions import (
+    FetchException,
+    FetchTimeoutException,
+    LoopStalled,
+    TransactionException,
+)
+from ergon_framework.task.loops import loops_of
 from ergon_framework.task.mixins.policies import ProducerPolicy
 from ergon_framework.task.mixins.producer import AsyncProducerMixin, ProducerMixin
 from ergon_framework.task.report import End, Kind, Outcome, Report
@@ -659,3 +667,123 @@ def test_a_producer_is_live_while_it_produces(flavour: str) -> None:
     result = task.produce_transactions([Transaction("1")])
     asyncio.run(result) if asyncio.iscoroutine(result) else None
     assert seen == [True]
+
+
+# -- what users and strangers may do ----------------------------------------------------------------
+
+
+class Unspeakable(Exception):
+    """An error that cannot even be described."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+class Odd(TransactionException):
+    """A verdict that is none."""
+
+    category = "BUSINESS"  # type: ignore[assignment]
+    retry_after = float("inf")
+
+
+@pytest.mark.spec("CON-35", "CON-44")
+@pytest.mark.parametrize("error", [Unspeakable(), Odd("x"), TransactionException("x", code=404)])  # type: ignore[arg-type]
+def test_an_odd_error_fails_its_own_transaction_only(flavour: str, error: Exception) -> None:
+    def process(transaction: Transaction) -> None:
+        if transaction.id == "1":
+            raise error
+
+    outcomes: list[Outcome] = []
+    broker = Broker("1", "2")
+    run(make(flavour, broker, process), policy(), on_outcome=outcomes.append)
+    assert {name: kind for name, (kind, _) in kinds(outcomes).items()} == {"1": "failed", "2": "succeeded"}
+    assert broker.dead_letters[0].failure is not None
+
+
+@pytest.mark.spec("CON-08")
+def test_a_fetch_that_returns_no_sequence_is_a_failed_fetch(flavour: str) -> None:
+    broker = Broker("1")
+    broker.fetches = [lambda _size: None, lambda _size: 7]
+    with pytest.raises(FetchException, match="must return a sequence of deliveries, not int"):
+        run(make(flavour, broker), policy())
+
+
+@pytest.mark.spec("CNN-13")
+def test_a_settle_or_an_extend_that_returns_nothing_says_nothing(flavour: str) -> None:
+    broker = Broker("1", lease=0.06)
+    extended = threading.Event()
+
+    def nothing(_deliveries: Any) -> None:
+        extended.set()
+
+    broker.extensions = [nothing]
+    broker.answers = [lambda _settlings: None]
+    outcomes: list[Outcome] = []
+    run(make(flavour, broker, lambda _: extended.wait(WAIT)), policy(limit=1), on_outcome=outcomes.append)
+    assert kinds(outcomes)["1"][0] == "succeeded"
+
+
+@pytest.mark.spec("CON-29")
+def test_a_later_that_waits_for_a_hung_body_does_not_hide_a_stall(flavour: str) -> None:
+    go = threading.Event()
+    task = make(flavour, Broker("1", "2"), lambda _: go.wait(WAIT))
+
+    async def ignoring(_transaction: Transaction) -> None:
+        while not go.is_set():
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.005)
+
+    async def later_async(_transaction: Transaction, _exc: Any) -> Later:
+        return Later(60)
+
+    if flavour == "asyncio":
+        task.process_transaction, task.handle_transaction_exception = ignoring, later_async
+    else:
+        task.handle_transaction_exception = lambda _transaction, _exc: Later(60)
+    rules = ConsumerPolicy.load(
+        {
+            "loop": {"concurrency": {"value": 1}, "drain_timeout": 0.1},
+            "steps": {"process": {"retry": {"max_attempts": 1, "timeout": 0.02, "abandon_grace": 0.0}}},
+        }
+    )
+    loop = Background(task, rules)
+    _until(lambda: loop.raised is not None)
+    go.set()
+    assert isinstance(loop.raised, LoopStalled)
+
+
+def test_tasks_that_are_equal_are_still_two(flavour: str) -> None:
+    @dataclass
+    class Equal(Sync if flavour == "threads" else Async):  # type: ignore[misc]
+        name: str = "same"
+
+        def __post_init__(self) -> None:
+            self.connector, self.process = Broker("1"), lambda transaction: None
+
+    assert loops_of(Equal()) is not loops_of(Equal())
+    assert run(Equal(), policy()).counts[Kind.SUCCEEDED] == 1
+
+
+def test_the_end_of_the_event_loop_is_a_stop_and_no_failure() -> None:
+    broker = Broker("1", "2")
+    entered, told = threading.Semaphore(0), []
+
+    class Waiting(AsyncConsumerMixin):
+        connector = broker
+
+        async def process_transaction(self, transaction: Transaction) -> None:
+            entered.release()
+            await asyncio.sleep(WAIT)
+
+        async def handle_transaction_exception(self, transaction: Transaction, exc: Any) -> None:
+            told.append(exc)
+
+    async def main() -> None:
+        loop = asyncio.create_task(Waiting().consume_transactions(policy(streaming=True)))
+        while not (entered.acquire(blocking=False) and entered.acquire(timeout=WAIT)):  # noqa: ASYNC110 - theirs
+            await asyncio.sleep(0.005)
+        assert not loop.done()
+
+    asyncio.run(main())
+    assert (told, broker.dead_letters) == ([], [])
+    assert {word for _, word in broker.settled} == {Release()}

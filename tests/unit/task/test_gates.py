@@ -23,3 +23,21 @@ def test_a_gate_that_breaks_holds_the_loop_and_says_so() -> None:
     pause = ask((broken, lambda: None))
     assert pause is not None
     assert pause.because == "a gate failed: OSError: no such file"
+
+
+@pytest.mark.spec("CON-47")
+@pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), float("inf")])
+def test_a_pause_has_a_length(seconds: float) -> None:
+    with pytest.raises(ValueError, match="finite number of seconds > 0"):
+        Pause("because", seconds)
+
+
+@pytest.mark.spec("CON-47")
+def test_a_gate_that_answers_something_else_or_asks_to_leave_holds_the_loop() -> None:
+    def leaves() -> Pause | None:
+        raise SystemExit(3)
+
+    for gate, because in ((lambda: True, "a gate answered with a bool"), (leaves, "a gate failed: SystemExit: 3")):
+        pause = ask((gate,))  # type: ignore[arg-type]
+        assert pause is not None
+        assert pause.because == because

@@ -88,7 +88,7 @@ def counted(made):
             {("ergon.transactions", "deferred", "SYSTEM"): 1, ("ergon.attempts", "process"): 1},
         ),
         (
-            outcome(Kind.RELEASED, ("process", 0, 2.0), reason="stop"),
+            outcome(Kind.RELEASED, ("process", 0, None), reason="stop"),
             {("ergon.transactions", "released"): 1, ("ergon.attempts", "process"): 1},
         ),
         (
