@@ -531,9 +531,9 @@ def _errors(run: _Run) -> Iterator[str]:
 def _fetch_gives_up(run: _Run) -> bool:
     budget, failed = _retry(run.plan.policy, "fetch")["max_attempts"], 0
     for fetch in run.record.fetches:
-        forgiven = fetch.fault == "lost_connection" and run.loop.get("streaming")
-        failing = fetch.fault in ("error", "lost_connection") and not forgiven
-        failed = failed + 1 if failing else 0
+        if fetch.fault == "lost_connection" and run.loop.get("streaming"):
+            continue  # it spends no budget, and gives none back
+        failed = failed + 1 if fetch.fault in ("error", "lost_connection") else 0
         if failed >= budget:
             return True
     return False

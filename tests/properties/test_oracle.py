@@ -661,6 +661,17 @@ def test_a_fetch_may_give_up_once_its_budget_is_spent():
     assert check_run(plan, replace(record, fetches=between)) != []
 
 
+def test_a_lost_connection_of_a_streaming_loop_neither_spends_budget_nor_gives_it_back():
+    plan, record = consumed()
+    plan = replace(plan, policy={**plan.policy, "loop": {**plan.policy["loop"], "streaming": True}})
+    faults = ("error", "error", "lost_connection", "error")
+    failed = tuple(FetchRecord(2.0, 1, 0, fault=fault) for fault in faults)
+    record = replace(record, fetches=record.fetches[:2] + failed, raised="FetchException")
+    without = replace(record, fetches=record.fetches[:-1])
+    assert not [fault for fault in check_run(plan, record) if "budget" in fault]
+    assert [fault for fault in check_run(plan, without) if "budget" in fault]
+
+
 def produced(*, limit=None, stop_at=None):
     """A sound call: a, b, a again and c, one after the other, two to a batch; c stays below no limit."""
     deliveries = (succeeded(0, "a", at=0.0), succeeded(1, "b", at=1.0), succeeded(3, "c", at=2.0))

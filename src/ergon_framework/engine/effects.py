@@ -114,7 +114,16 @@ class Interrupt:
         self.slot = slot
 
 
-Effect: TypeAlias = Call | Sleep | Gone | Wait | Spawn | Interrupt
+class Afterwards:
+    """Have *then* called once this script has ended and the last of its bodies has left. Answered None."""
+
+    __slots__ = ("then",)
+
+    def __init__(self, then: Callable[[], None]) -> None:
+        self.then = then
+
+
+Effect: TypeAlias = Call | Sleep | Gone | Wait | Spawn | Interrupt | Afterwards
 Script: TypeAlias = Generator[Effect, Any, R]
 
 
@@ -154,3 +163,8 @@ def spawn(script: Script[Any], *, told: Mailbox, counted: bool) -> Script[Slot]:
 def interrupt(slot: Slot) -> Script[None]:
     """Interrupt *slot*'s script."""
     yield Interrupt(slot)
+
+
+def afterwards(then: Callable[[], None]) -> Script[None]:
+    """Have *then* called once nothing of this script is left."""
+    yield Afterwards(then)

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, Final
 
-from ergon_framework.engine.effects import NEVER, Call, Effect, Gone, Interrupt, Script, Sleep, Spawn, Wait
+from ergon_framework.engine.effects import NEVER, Afterwards, Call, Effect, Gone, Interrupt, Script, Sleep, Spawn, Wait
 from ergon_framework.engine.outcome import Answer, Expired, Ok, Stopped
 from ergon_framework.engine.senses import Senses
 from ergon_framework.engine.watcher import Watcher
@@ -46,7 +47,7 @@ class Freed:
 class Slot:
     """One script in progress."""
 
-    __slots__ = ("bodies", "counted", "due", "ended", "interrupted", "script", "ticket", "told")
+    __slots__ = ("bodies", "counted", "due", "ended", "interrupted", "script", "then", "ticket", "told")
 
     def __init__(self, script: Script[Any], *, told: Mailbox | None, counted: bool) -> None:
         self.script = script
@@ -59,6 +60,8 @@ class Slot:
         self.ended = False
         #: How many interrupts its script has not been told of.
         self.interrupted = 0
+        #: What is to be done once nothing of it is left.
+        self.then: Callable[[], None] | None = None
 
 
 class Mailbox:
@@ -237,8 +240,11 @@ class Slots(ABC):
                 self.live.discard(slot)
         if awaited:
             self.resume(slot, True)  # noqa: FBT003 - the answer to Gone
-        elif freed and slot.told is not None:
-            slot.told.put(Freed(slot))
+        elif freed:
+            if slot.then is not None:
+                slot.then()
+            if slot.told is not None:
+                slot.told.put(Freed(slot))
 
     def expire(self) -> None:
         """Answer everybody whose time is over."""
@@ -290,6 +296,9 @@ class Slots(ABC):
             return self.start(effect.script, told=effect.told, counted=effect.counted)
         if type(effect) is Interrupt:
             return self.interrupt(effect.slot)
+        if type(effect) is Afterwards:
+            slot.then = effect.then
+            return None
         return self._park(slot, effect)
 
     def _park(self, slot: Slot, effect: Any) -> Any:
@@ -339,6 +348,8 @@ class Slots(ABC):
             freed = slot.bodies == 0
             if freed:
                 self.live.discard(slot)
+        if freed and slot.then is not None:
+            slot.then()
         if slot.told is None:
             self._finish(value, None)
         else:

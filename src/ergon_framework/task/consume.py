@@ -200,8 +200,9 @@ class Consumption:
         report = self.report
         self._woken = False
         self._watch.batch(room)
-        report.fetches += 1
+        before = fetcher.calls
         fetched = yield from fetcher.run(room, self._watch.fetching())
+        report.fetches += fetcher.calls > before
         if isinstance(fetched, FetchException):
             self._watch.fetched(None, fetched)
             self._failure = fetched
@@ -288,7 +289,6 @@ class Consumption:
                 left = self._crew.hear(event)
                 if left is not None:
                     self._intake.left(left)
-                    self._handling.left(left)
             elif event is WAKE:
                 self._woken, self._waking = True, False
             elif kind is Lost:
@@ -353,33 +353,34 @@ class Consumption:
 
     def _drain(self, end: End) -> Script[tuple[End, float]]:
         """Let what runs come to its end; give back what must not start. Answers how long that may have taken."""
-        until = NEVER
+        clock = self._senses.clock
+        #: When the drain is over; when it is no longer worth waiting for bodies whose transactions are to go back.
+        until = patience = NEVER
         if end not in (End.EMPTY, End.LIMIT):
             until = self._no_more(end)
         asked = end is End.STOP
         while self._crew.flights or len(self._intake) or (self._handling.postponed and end is not End.STALLED):
-            if self._senses.clock() >= until:
+            if clock() >= min(until, patience):
                 break
-            if until == NEVER and not self._crew.flights and not len(self._intake):
-                # Only bodies are left that are to leave before their transactions go back; they have a drain's time.
-                until = self._senses.clock() + self._loop.drain_timeout
-            ended = yield from self._listen_until(until)
+            if until == patience == NEVER and not self._crew.flights and not len(self._intake):
+                patience = clock() + self._loop.drain_timeout
+            ended = yield from self._listen_until(until, patience)
             if ended is None:
                 continue
             if asked:
-                until = self._senses.clock()  # a second stop: no more patience, nor much for settling
+                until = clock()  # a second stop: no more patience, nor much for settling
                 break
             asked = ended is End.STOP
             if until == NEVER:
-                end = ended
+                end, patience = ended, NEVER
                 until = self._no_more(end)
         yield from self._crew.dismiss(self.mailbox, self._hear)
         self._handling.give_up()
-        return end, until
+        return end, min(until, patience)
 
-    def _listen_until(self, until: float) -> Script[End | None]:
+    def _listen_until(self, until: float, patience: float) -> Script[End | None]:
         if until == NEVER:
-            return (yield from self._listen())
+            return (yield from self._listen(until=patience))
         events = yield from wait(self.mailbox, until=until)
         if isinstance(events, Stopped):
             return End.STOP

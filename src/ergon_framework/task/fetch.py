@@ -41,6 +41,8 @@ class Fetcher:
         #: A lost connection is waited out instead of spending the budget.
         self._patient = patient
         self._late = late
+        #: How often the connector was really called: a stop may come before that.
+        self.calls = 0
 
     def run(self, room: int, watch: StepWatch | None) -> Script[Fetched]:
         """Deliveries; or why the loop ends instead."""
@@ -51,6 +53,8 @@ class Fetcher:
             until = self._deadline if retry.timeout is None else min(self._deadline, now + retry.timeout)
             context = None if watch is None else watch.attempt(number)
             answer: Any = yield from call(Call("fetch", self._fetch, (room,), until, None, context, self._late))
+            if not (isinstance(answer, Stopped) and answer.body is None):
+                self.calls += 1
             error = yield from self._error(answer)
             if watch is not None:
                 watch.attempted(number, error if isinstance(error, BaseException) else None)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ergon_framework.connectors.base import DeadLetter, Delivery
-from ergon_framework.engine.effects import Script, gone
+from ergon_framework.engine.effects import Script, afterwards, gone
 from ergon_framework.failure import Failure
 from ergon_framework.task.lifecycle import Course, lifecycle
 from ergon_framework.task.report import Kind, Outcome
@@ -52,18 +53,19 @@ class Handling:
             self._settler.put(item if has_left is True else Item(delivery, None, outcome))
         else:
             self.postponed[delivery.receipt] = item
+            # Not by way of the loop, which may be in a long fetch just then.
+            yield from afterwards(partial(self._end, delivery.receipt, kept=False))
 
-    def left(self, delivery: Delivery) -> None:
-        """The last body of *delivery* has left: what was put off until then is settled."""
-        item = self.postponed.pop(delivery.receipt, None)
+    def _end(self, receipt: Any, *, kept: bool) -> None:
+        """Settle what was put off, unless somebody else has: bodies leave on threads of their own."""
+        item = self.postponed.pop(receipt, None)
         if item is not None:
-            self._settler.put(item)
+            self._settler.put(Item(item.delivery, None, item.outcome) if kept else item)
 
     def give_up(self) -> None:
         """The loop ends: claims whose bodies have not left are kept, and end with the process."""
-        for item in self.postponed.values():
-            self._settler.put(Item(item.delivery, None, item.outcome))
-        self.postponed.clear()
+        for receipt in list(self.postponed):
+            self._end(receipt, kept=True)
 
     def failure_of(self, outcome: Outcome, delivery: Delivery, reason: str) -> Failure:
         """The failure record of *outcome*."""

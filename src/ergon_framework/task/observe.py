@@ -151,11 +151,11 @@ class Observer(Onlooker):
         carrier = transaction.trace if self._continues else None
         if root is not None and not root.recording and not carrier:
             return self._below(root)
-        node = self._tracing.transaction(outline.transaction, root, carrier)
+        own = {Attribute.TRANSACTION_ID: transaction.id}
+        told = {Attribute.TASK: outline.task, Attribute.TRANSACTION_ID: transaction.id}
+        node = self._tracing.transaction(outline.transaction, root, carrier, told)
         if not node.recording:
             return Unrecorded(node, self._remember)
-        own = {Attribute.TRANSACTION_ID: transaction.id}
-        node.tell({**outline.attributes, **own})
         if self._options.record_payloads:
             shown = redaction.shown(self._options.redact, Attribute.PAYLOAD, transaction.payload)
             node.tell({Attribute.PAYLOAD: shown})

@@ -31,7 +31,7 @@ class Outline:
     kind: Literal["consumer", "producer"]
     root: str
     transaction: str
-    #: Of the root and of each transaction.
+    #: Of the root.
     attributes: Mapping[str, Any]
     steps: Mapping[str, StepOutline]
 
@@ -49,7 +49,7 @@ def consuming(task: str, policy: ConsumerPolicy) -> Outline:
         "consumer",
         Span.CONSUME_TRANSACTIONS,
         Span.START_PROCESSING,
-        _shared(task, policy),
+        _root(task, policy),
         dict(
             (
                 _step(task, "fetch", steps.fetch.retry, Span.FETCH_TRANSACTIONS, Span.FETCH_TRANSACTIONS_ATTEMPT),
@@ -70,7 +70,7 @@ def producing(task: str, policy: ProducerPolicy) -> Outline:
         "producer",
         Span.PRODUCE_TRANSACTIONS,
         Span.START_PRODUCING,
-        _shared(task, policy),
+        _root(task, policy),
         dict(
             (
                 _step(task, "produce", policy.steps.produce.retry, Span.PRODUCE, Span.PRODUCE_ATTEMPT),
@@ -81,7 +81,7 @@ def producing(task: str, policy: ProducerPolicy) -> Outline:
     )
 
 
-def _shared(task: str, policy: ConsumerPolicy | ProducerPolicy) -> Mapping[str, Any]:
+def _root(task: str, policy: ConsumerPolicy | ProducerPolicy) -> Mapping[str, Any]:
     return {
         Attribute.TASK: task,
         Attribute.CONCURRENCY: policy.loop.concurrency.value,
@@ -90,10 +90,9 @@ def _shared(task: str, policy: ConsumerPolicy | ProducerPolicy) -> Mapping[str, 
 
 
 def _step(task: str, step: str, retry: RetryPolicy, name: str, attempt: str) -> tuple[str, StepOutline]:
-    # Every attempt carries the settings, so their step does not repeat them: an attribute costs a microsecond.
-    attributes = {Attribute.TASK: task, Attribute.STEP: step}
-    settings = {Attribute.MAX_ATTEMPTS: retry.max_attempts, **dict(_settings(retry))}
-    return step, StepOutline(name, attributes, attempt, {**attributes, **settings})
+    # Every attempt carries all of it, so their step does not repeat it: an attribute costs a microsecond.
+    whole = {Attribute.TASK: task, Attribute.STEP: step, Attribute.MAX_ATTEMPTS: retry.max_attempts}
+    return step, StepOutline(name, {Attribute.STEP: step}, attempt, {**whole, **dict(_settings(retry))})
 
 
 def _settings(retry: RetryPolicy) -> Iterator[tuple[str, float]]:

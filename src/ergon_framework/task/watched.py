@@ -114,9 +114,10 @@ class Watched:
 
     def ended(self, outcome: Outcome) -> None:
         node = self._node
-        node.tell({Attribute.OUTCOME: outcome.kind.value, Attribute.ATTEMPTS: outcome.attempts})
+        told = {Attribute.OUTCOME: outcome.kind.value, Attribute.ATTEMPTS: outcome.attempts}
         if outcome.reason is not None:
-            node.tell({Attribute.REASON: outcome.reason})
+            told[Attribute.REASON] = outcome.reason
+        node.tell(told)
         if outcome.error is not None:
             blame(node, outcome.error, self._options.redact)
         node.end()

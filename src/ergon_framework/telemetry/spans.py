@@ -76,14 +76,17 @@ class Tracing:
     def root(self, name: str, attributes: Mapping[str, Any]) -> Node:
         return Node(self, self.start(name, self._outer, attributes=attributes), self._outer)
 
-    def transaction(self, name: str, root: Node | None, carrier: Mapping[str, str] | None = None) -> Node:
+    def transaction(
+        self, name: str, root: Node | None, carrier: Mapping[str, str] | None, attributes: Mapping[str, Any]
+    ) -> Node:
         """The span of one transaction: it continues the trace that it came with, or else belongs to *root*."""
         came_with = inbound(carrier) if carrier else None
         if came_with is not None:
             links = () if root is None else root.links
-            return Node(self, self.start(name, came_with, kind=self._kind, links=links), came_with)
+            span = self.start(name, came_with, attributes=attributes, kind=self._kind, links=links)
+            return Node(self, span, came_with)
         above = self._outer if root is None else root.context
-        return Node(self, self.start(name, above, kind=self._kind), above)
+        return Node(self, self.start(name, above, attributes=attributes, kind=self._kind), above)
 
     def start(
         self,

@@ -8,6 +8,7 @@ import pytest
 
 from ergon_framework.engine.effects import (
     NEVER,
+    Afterwards,
     Call,
     Gone,
     Interrupt,
@@ -15,6 +16,7 @@ from ergon_framework.engine.effects import (
     Sleep,
     Spawn,
     Wait,
+    afterwards,
     call,
     gone,
     interrupt,
@@ -601,6 +603,44 @@ def test_a_mailbox_says_whether_there_is_anything_to_wait_for(desk: Desk) -> Non
     assert box.await_by(slot, 1) is False
 
 
+# -- afterwards ---------------------------------------------------------------------------------
+
+
+def test_what_comes_afterwards_is_done_at_once_where_no_body_is_left(desk: Desk) -> None:
+    done: list[str] = []
+    box = desk.mailbox()
+    tape = desk.begin(Afterwards(lambda: done.append(f"then, before {len(box)} are told")), told=box)
+    assert (tape.heard, done, len(box)) == ([None], ["then, before 0 are told"], 1)
+
+
+def test_what_comes_afterwards_waits_for_the_last_body_and_nobody_else_has_to_hear_of_it(desk: Desk) -> None:
+    done: list[str] = []
+    box, first, second = desk.mailbox(), made(11.0), made(11.0)
+    tape = desk.begin(first, second, Afterwards(lambda: done.append(f"before {len(box)}")), told=box)
+    for body in (first, second):
+        desk.now += 2.0
+        body.until = tape.slot.due = desk.now
+        desk.expire()
+        tape.go(tape.resumed())
+    assert (done, tape.slot.ended) == ([], True)
+    assert desk.returned(tape.slot, first, OK) is None
+    assert done == []
+    assert desk.returned(tape.slot, second, OK) is None
+    assert done == ["before 1"]
+    assert [type(each) for each in box.take()] == [Done, Freed]
+
+
+def test_the_first_script_may_have_something_done_afterwards_too(desk: Desk) -> None:
+    done: list[str] = []
+    body = made(11.0)
+    tape = desk.begin(body, Afterwards(lambda: done.append("then")))
+    desk.now = 11.0
+    desk.expire()
+    tape.go(tape.resumed())
+    assert desk.returned(tape.slot, body, OK) is None
+    assert done == ["then"]
+
+
 # -- words --------------------------------------------------------------------------------------
 
 
@@ -623,6 +663,9 @@ def test_the_typed_helpers_ask_for_their_effect_and_return_its_answer(desk: Desk
         with pytest.raises(StopIteration) as stop:
             script.send(answer)
         assert stop.value.value is answer
+    meant = next(afterwards(desk.stop))
+    assert isinstance(meant, Afterwards)
+    assert meant.then == desk.stop
     asked = next(interrupt(slot))
     assert isinstance(asked, Interrupt)
     assert asked.slot is slot

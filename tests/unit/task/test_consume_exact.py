@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from ergon_framework.connectors.base import Delivery, Later, Release, SettleResult
 from ergon_framework.engine.attempts import Step
 from ergon_framework.engine.drivers.threads import Threads
-from ergon_framework.engine.effects import NEVER, Call, Interrupt, Sleep, Spawn, Wait
+from ergon_framework.engine.effects import NEVER, Afterwards, Call, Interrupt, Sleep, Spawn, Wait
 from ergon_framework.engine.outcome import Err, Expired, Ok, Stopped
 from ergon_framework.engine.senses import Senses
 from ergon_framework.engine.slots import Done, Freed, Mailbox, Slot
@@ -234,6 +235,16 @@ def test_a_limit_is_never_overstepped() -> None:
     assert loop.loop.report.started == 4
     loop.hears(loop.done(4))
     assert loop.ends().end is End.LIMIT
+
+
+def test_a_stop_before_the_connector_is_called_counts_no_fetch() -> None:
+    loop = Loop()
+    loop.on(Stopped())
+    assert loop.ends().fetches == 0
+    loop = Loop()
+    loop.on(Stopped(loop.effect))
+    loop.on(False)
+    assert loop.ends().fetches == 1
 
 
 def test_a_limit_of_nothing_fetches_nothing() -> None:
@@ -463,26 +474,54 @@ def test_an_empty_fetch_lets_what_is_held_start_before_the_loop_ends() -> None:
 # -- bodies that are to leave before their transactions go back -----------------------------------
 
 
-def postpone(loop: Loop, number: int) -> None:
-    """Have the lifecycle of a delivery end with Later while its body stays."""
+def postpone(loop: Loop, number: int) -> Callable[[], None]:
+    """Have the lifecycle of a delivery end with Later while its body stays; what is done once that has left."""
     script = loop.spawned[number].script
     body = next(script)
     script.send(Expired(body))
     script.send(False)
+    effect = script.send(Ok(Later(1.0)))
+    assert isinstance(effect, Afterwards)
     with pytest.raises(StopIteration):
-        script.send(Ok(Later(1.0)))
+        script.send(None)
+    return effect.then
 
 
 def test_a_loop_that_found_nothing_more_waits_a_drains_time_for_bodies() -> None:
     loop = Loop(drain_timeout=7.0).brings(*items("a")).brings()
-    postpone(loop, 1)
+    leave = postpone(loop, 1)
     loop.hears(loop.done(1, freed=False), at=5.0)
     assert (loop.waits, loop.settling()) == ((1, 12.0), [])
     loop.hears(at=6.0)
     assert loop.waits == (1, 12.0), "what happens meanwhile does not prolong it"
+    leave()
+    assert [(item.delivery.receipt, item.settlement) for item in loop.boxes[1].take()] == [("a", Later(1.0))]
     loop.hears(Freed(loop.slots[1]), at=7.0)
-    assert [(item.delivery.receipt, item.settlement) for item in loop.boxes[1].take()[:1]] == [("a", Later(1.0))]
     assert loop.ends().end is End.EMPTY
+
+
+@pytest.mark.spec("CON-36")
+def test_a_stop_while_it_waits_for_bodies_is_a_stop_and_its_drain_begins_then() -> None:
+    loop = Loop(drain_timeout=7.0).brings(*items("a")).brings()
+    postpone(loop, 1)
+    loop.hears(loop.done(1, freed=False), at=5.0)
+    loop.on(Stopped(), at=11.0)
+    assert loop.waits == (1, 18.0)
+    loop.hears(at=18.0)
+    assert loop.ends().end is End.STOP
+
+
+@pytest.mark.spec("CON-12")
+def test_the_loop_s_own_time_may_end_while_it_waits_for_bodies() -> None:
+    loop = Loop(drain_timeout=7.0, timeout=8.0).brings(*items("a")).brings()
+    postpone(loop, 1)
+    loop.hears(loop.done(1, freed=False), at=5.0)
+    assert loop.waits == (1, 8.0)
+    loop.hears(at=8.0)
+    assert loop.waits == (1, 15.0)
+    loop.hears(at=15.0)
+    with pytest.raises(LoopTimeout):
+        loop.ends()
 
 
 def test_a_body_that_does_not_leave_in_that_time_keeps_its_claim() -> None:

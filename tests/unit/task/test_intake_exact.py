@@ -302,22 +302,20 @@ def test_a_stopped_body_is_asked_to_leave_but_not_waited_for() -> None:
 
 def test_a_body_that_stays_is_waited_for_before_somebody_else_may_begin() -> None:
     world = World()
-    for name in "ab":
-        assert world.handles(delivery(name), Expired, False, Ok(Later(1.0))) is None
+    leave, _ = (world.handles(delivery(name), Expired, False, Ok(Later(1.0))).then for name in "ab")
     assert world.settling() == []
-    world.handling.left(delivery("c"))
-    assert world.settling() == [], "nothing was put off until that one left"
-    world.handling.left(delivery("a"))
+    leave()
     (item,) = world.settling()
     assert (item.delivery.receipt, item.settlement) == ("a", Later(1.0))
-    world.handling.left(delivery("a"))
+    leave()
     assert world.settling() == [], "once"
 
 
 def test_a_claim_whose_body_stays_to_the_end_is_kept() -> None:
     world = World()
-    world.handles(delivery("a"), Expired, False, Ok(Later(1.0)))
+    leave = world.handles(delivery("a"), Expired, False, Ok(Later(1.0))).then
     world.handling.give_up()
+    leave()
     (item,) = world.settling()
     assert (item.delivery.receipt, item.settlement, item.outcome.settlement) == ("a", None, None)
     world.handling.give_up()

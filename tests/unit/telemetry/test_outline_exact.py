@@ -31,7 +31,7 @@ def step(name, span, which):
         "ergon.retry.jitter": settings["jitter"],
     }
     kept = {key: value for key, value in shown.items() if value is not None}
-    return StepOutline(span, shared, f"{span}.attempt", shared | kept)
+    return StepOutline(span, {"ergon.step": name}, f"{span}.attempt", shared | kept)
 
 
 LOOP = {"concurrency": {"value": 3}, "batch": {"size": 12}}
