@@ -13,6 +13,7 @@ PROVEN := src/ergon_framework/engine/*,src/ergon_framework/task/*
 TOTAL := 90
 
 .PHONY: help venv check lint types test spec docs format bench soak mutants memory deep check-all-pythons wheel constraints snapshot
+.PHONY: exam signals bench-postgres chaos-postgres power-postgres poison-postgres
 
 help: ## print every target with one line
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' Makefile | awk -F '\t' '{printf "%-18s %s\n", $$1, $$2}'
@@ -35,9 +36,12 @@ lint: $(STAMP) ## ruff: rules and format
 types: $(STAMP) ## mypy, strict, on src
 	$(BIN)/mypy
 
+# The exam of a server is a target of its own: it stops, kills and cuts one for minutes.
+EXAMS := tests/conformance/test_postgres.py
+
 test: $(STAMP) ## all tests in random order, with branch coverage and its bars
 	$(BIN)/coverage erase
-	$(BIN)/python -m pytest -n $(WORKERS) --cov --cov-report=
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(EXAMS:%=--ignore=%) --cov --cov-report=
 	$(BIN)/coverage report --include='$(PROVEN)' --fail-under=100
 	$(BIN)/coverage report --fail-under=$(TOTAL)
 
@@ -53,6 +57,15 @@ format: $(STAMP) ## let ruff put the files into shape
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+exam: $(STAMP) ## every connector takes the exam, against servers that the tests start
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal tests/conformance
+
+signals: $(STAMP) ## real processes, every state, every signal
+	$(BIN)/python tests/signals/matrix.py
+
+bench-postgres: $(STAMP) ## PostgreSQL beside asyncpg and procrastinate; about 25 minutes
+	$(BIN)/python bench/postgres/run.py
+
 bench: $(STAMP) ## measure, and print ratios
 	$(BIN)/python bench/run.py
 
@@ -65,7 +78,16 @@ mutants: $(STAMP) ## break the code on purpose and see which tests notice
 memory: $(STAMP) ## measure what is held for how long
 	$(BIN)/python bench/memory.py
 
-deep: soak mutants bench memory ## all that is too slow for the gate
+chaos-postgres: $(STAMP) ## 50,000 transactions through kills, stops, crashes and cuts (root; MINUTES=6)
+	$(BIN)/python tests/chaos/postgres.py --minutes $(or $(MINUTES),6)
+
+power-postgres: $(STAMP) ## what a power loss leaves of confirmed dispatches (root; needs xfsprogs)
+	$(BIN)/python tests/chaos/power.py
+
+poison-postgres: $(STAMP) ## one transaction that ends every process, among 500
+	$(BIN)/python -m pytest -q tests/integration/test_postgres_poison.py
+
+deep: soak mutants bench memory signals bench-postgres chaos-postgres power-postgres ## all that is too slow for the gate
 
 check-all-pythons: ## the gate under every supported Python, each with an environment of its own
 	@set -e; for version in $(PYTHONS); do \

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from hypothesis import settings
 
+pytest_plugins = ["tests.servers.fixtures"]
+
 # Wall time on a shared machine says nothing about a rule, so no example has a deadline.
 settings.register_profile("gate", deadline=None, max_examples=100, print_blob=True)
 settings.register_profile("deep", deadline=None, max_examples=5_000, print_blob=True)

@@ -52,10 +52,10 @@ def requirements(folder: Path) -> tuple[dict[str, str], list[str]]:
 
 
 def finished(folder: Path) -> list[str]:
-    """The groups that claim to be complete."""
+    """The groups that claim to be complete, and single requirements of groups that are not."""
     readme = folder / "README.md"
     match = FINISHED.search(readme.read_text(encoding="utf-8")) if readme.exists() else None
-    return re.findall(r"[A-Z]{2,4}\b", match.group(1)) if match else []
+    return re.findall(r"[A-Z]{2,4}(?:-\d+)?\b", match.group(1)) if match else []
 
 
 def collect(root: Path) -> Collector:
@@ -72,12 +72,13 @@ def collect(root: Path) -> Collector:
 
 def judge(known: dict[str, str], proofs: dict[str, set[str]], *, done: list[str]) -> list[str]:
     """Every reason why the requirements and the tests do not fit together."""
-    groups = {name.partition("-")[0] for name in known}
-    problems = [f"{group}: is listed as finished but has no requirement" for group in done if group not in groups]
+    listed = {name.partition("-")[0] for name in known} | known.keys()
+    problems = [f"{group}: is listed as finished but has no requirement" for group in done if group not in listed]
     problems += [
-        f"{name}: has no test, and {name.partition('-')[0]} is listed as finished"
+        f"{name}: has no test, and {group} is listed as finished"
         for name in known
-        if name.partition("-")[0] in done and not proofs.get(name)
+        for group in (name, name.partition("-")[0])
+        if group in done and not proofs.get(name)
     ]
     problems += [
         f"{name}: no such requirement, but {min(tests)} names it"

@@ -74,6 +74,8 @@ LIBRARIES: dict[str, set[str]] = {
 STORAGE = {"psycopg", "psycopg_pool", "grpc", "grpc_health", "google"}
 #: Modules that may import more than their area; "*" is any library.
 EXCEPTIONS: dict[str, set[str]] = {
+    "runner.settings": PYDANTIC,
+    "runner.sources": PYDANTIC,
     "executor.jobs": STORAGE,
     "executor.stores": STORAGE,
     "executor.service": STORAGE,

@@ -31,6 +31,8 @@ def strangers(package: str) -> set[str]:
 
 def test_every_exception_of_ours_has_the_one_root():
     for module, _ in modules(SOURCE):
+        if module.startswith("schema.migrations."):
+            continue  # only Alembic can load them, and they define none
         importlib.import_module(f"{PACKAGE}.{module}".rstrip("."))
     assert strangers(PACKAGE) <= SIGNALS
 

@@ -80,3 +80,13 @@ def test_a_finished_group_without_requirements_fails(tree):
     done = run(tree)
     assert done.returncode == 1
     assert "FAC: is listed as finished but has no requirement" in done.stderr
+
+
+def test_a_single_requirement_may_be_finished_before_its_group(tree):
+    text = "- **FAC-01** proven\n- **FAC-02** open\n"
+    (tree / "docs" / "spec" / "fac.md").write_text(text, encoding="utf-8")
+    add(tree / "test_rules.py", "@pytest.mark.spec('FAC-01')\ndef test_fact(): ...\n")
+    (tree / "docs" / "spec" / "README.md").write_text("Finished groups: CON, FAC-01\n", encoding="utf-8")
+    assert run(tree).returncode == 0
+    (tree / "docs" / "spec" / "README.md").write_text("Finished groups: CON, FAC-02\n", encoding="utf-8")
+    assert "FAC-02: has no test, and FAC-02 is listed as finished" in run(tree).stderr

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 FENCE = re.compile(
@@ -46,10 +47,10 @@ def snippets(text: str) -> list[Snippet]:
     found = []
     for match in FENCE.finditer(text):
         words = match["info"].split()
-        if not words or words[0] not in LANGUAGES:
+        title = TITLE.search(match["info"])
+        if not words or (words[0] not in LANGUAGES and not title):
             continue
         body = re.sub(rf"^{match['indent']}", "", match["body"], flags=re.MULTILINE)
-        title = TITLE.search(match["info"])
         line = text.count("\n", 0, match.start()) + 2
         found.append(Snippet(words[0], body, line, title[1] if title else None))
     return found
@@ -86,6 +87,8 @@ class Bench:
     folder: Path
     bin: Path
     name: str = "document"
+    #: What the environment says besides, as the address of a database.
+    env: Mapping[str, str] = field(default_factory=dict)
 
     def run_all(self, found: list[Snippet]) -> None:
         """Write titled files and run the consoles in order, then run all untitled Python as one program."""
@@ -124,6 +127,7 @@ class Bench:
     def _run(self, words: list[str]) -> subprocess.CompletedProcess[str]:
         env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "COV_", "PYTEST"))}
         env |= {"PATH": f"{self.bin}{os.pathsep}{env['PATH']}", "VIRTUAL_ENV": str(self.bin.parent), "COLUMNS": "120"}
+        env |= self.env
         return subprocess.run(
             words,
             cwd=self.folder,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from tests.docs.lend import owned
 from tests.docs.snippets import FUTURE, Bench, SnippetFailed, commands, matches, snippets
+from tests.servers.postgres import free_port
 
 ROOT = Path(__file__).parents[2]
 #: Specification and decision records quote forms; they promise nothing that runs.
@@ -19,11 +22,26 @@ DOCUMENTS = [
 ]
 
 
+#: What a document says that needs a database.
+NEEDS_A_DATABASE = re.compile(r"PostgresQueue\(|^\$ ergon db ", re.MULTILINE)
+
+
 @pytest.mark.spec("RUN-05")
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_the_document_does_what_it_says(name, installed, tmp_path):
-    found = snippets((ROOT / name).read_text(encoding="utf-8"))
-    Bench(tmp_path, installed, name).run_all(found)
+def test_the_document_does_what_it_says(name, installed, tmp_path, request):
+    text = (ROOT / name).read_text(encoding="utf-8")
+    env = lent(request.getfixturevalue("new_postgres")(), name) if NEEDS_A_DATABASE.search(text) else {}
+    Bench(tmp_path, installed, name, env).run_all(snippets(text))
+
+
+def lent(postgres, name):
+    """An empty database for one document, owned by a role of its own, and a port for what it serves."""
+    database = re.sub(r"\W+", "_", Path(name).stem.lower())
+    return {
+        "ERGON_POSTGRES__DSN": owned(postgres, f"of_{database}"),
+        "PORT": str(free_port()),
+        "PGCONNECT_TIMEOUT": "10",
+    }
 
 
 def test_the_snippets_see_the_wheel_and_not_the_checkout(installed, tmp_path):

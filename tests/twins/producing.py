@@ -29,6 +29,8 @@ class Latch:
         self._event = threading.Event()
         self._lock = threading.Lock()
         self._sleepers: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+        #: Set once a coroutine waits here.
+        self.awaited = threading.Event()
 
     def open(self) -> None:
         with self._lock:
@@ -50,6 +52,7 @@ class Latch:
             if self._event.is_set():
                 return
             self._sleepers.append((asyncio.get_running_loop(), event))
+            self.awaited.set()
         async with asyncio.timeout(PATIENCE):
             await event.wait()
 

@@ -10,7 +10,7 @@ import pytest
 from ergon_framework.task.exceptions import BusinessError
 from ergon_framework.task.report import End, Kind
 from ergon_framework.transaction import Transaction
-from tests.twins.producing import FLAVOURS, Hang, Latch, Run, in_turn, many, only, place, quick, run
+from tests.twins.producing import FLAVOURS, PATIENCE, Hang, Latch, Run, in_turn, many, only, place, quick, run
 
 pytestmark = pytest.mark.parametrize("flavour", FLAVOURS)
 
@@ -311,6 +311,8 @@ def test_stop_may_be_asked_from_any_thread(flavour):
 
     def stopper():
         inside.wait()
+        if flavour == "asyncio":
+            door.awaited.wait(PATIENCE)  # a body that never suspends leaves the event loop no time to hear of a stop
         made.task.stop()
         door.open()
 

@@ -8,7 +8,10 @@ from typing import Annotated
 
 import typer
 
-from ergon_framework.cli.run import LogLevel, run_task
+from ergon_framework.cli.db import db
+from ergon_framework.cli.dlq import dlq
+from ergon_framework.cli.run import LogLevel, Options, run_task
+from ergon_framework.runner.settings import PROCESSES
 
 app = typer.Typer(
     name="ergon",
@@ -19,6 +22,10 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+app.add_typer(dlq, name="dlq")
+app.add_typer(db, name="db")
 
 
 def _version(wanted: bool) -> None:  # noqa: FBT001 - typer calls it with the flag
@@ -41,15 +48,29 @@ def ergon(
 def run(
     task: Annotated[str, typer.Argument(metavar="MODULE:TASK", help="Where the task is, for example app:charge.")],
     *,
-    streaming: Annotated[
-        bool | None,
-        typer.Option("--streaming/--once", help="Go on when the queue is empty, or end. Default: as the policy says."),
+    processes: Annotated[
+        int | None, typer.Option(min=1, max=PROCESSES, help="How many processes run the task. Default: 1.")
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=0, help="Start that many transactions, then end.")] = None,
+    streaming: Annotated[bool, typer.Option("--streaming", help="Go on when the queue is empty.")] = False,
+    once: Annotated[
+        bool, typer.Option("--once", help="End when the queue is empty. Without either: as the policy says.")
+    ] = False,
+    limit: Annotated[
+        int | None, typer.Option(min=0, help="Start that many transactions in each process, then end.")
+    ] = None,
     policy: Annotated[
         Path | None, typer.Option(metavar="FILE", help="A policy in TOML or JSON, in place of the task's own.")
     ] = None,
-    log_level: Annotated[LogLevel, typer.Option(help="The least that is logged.")] = LogLevel.WARNING,
+    config: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The configuration. Default: ergon.toml, if it is there.")
+    ] = None,
+    probe_port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Answer /live and /ready on this port; 0 takes any free one.")
+    ] = None,
+    probe_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write into this file, again and again, how it is.")
+    ] = None,
+    log_level: Annotated[LogLevel | None, typer.Option(help="The least that is logged. Default: warning.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the report as one line of JSON at the end.")] = False,
 ) -> None:
     """Run a task until its queue is empty, its limit is reached, or a signal comes.
@@ -58,5 +79,21 @@ def run(
 
     Example: ergon run app:charge --streaming
     """
-    code = run_task(task, streaming=streaming, limit=limit, policy=policy, log_level=log_level, as_json=json)
-    raise typer.Exit(code)
+    if streaming and once:
+        raise typer.BadParameter("--streaming goes on when the queue is empty and --once ends; give one of the two")
+    options = Options(
+        task=task,
+        streaming=True if streaming else False if once else None,
+        limit=limit,
+        policy=_text(policy),
+        log_level=log_level,
+        config=_text(config),
+        processes=processes,
+        probe_port=probe_port,
+        probe_file=_text(probe_file),
+    )
+    raise typer.Exit(run_task(options, as_json=json))
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)

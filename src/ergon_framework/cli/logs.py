@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from typing import Any
 
 from ergon_framework.telemetry.logs import TransactionFilter
 
@@ -18,9 +20,27 @@ class Fielded(logging.Formatter):
         return " ".join([super().formatMessage(record), *fields])
 
 
-def configure(level: str) -> None:
+class Structured(logging.Formatter):
+    """One object of JSON a line: time, level, logger and event, every field, and the error if there is one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "event": record.getMessage(),
+        }
+        for name, value in vars(record).items():
+            if name not in _OWN and value is not None:
+                line.setdefault(name, value)
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def configure(level: str, form: str = "text") -> None:
     """Log *level* and above to stderr, unless the program has already said where logs go."""
     handler = logging.StreamHandler()
-    handler.setFormatter(Fielded("%(asctime)s %(levelname)s %(message)s"))
+    handler.setFormatter(Structured() if form == "json" else Fielded("%(asctime)s %(levelname)s %(message)s"))
     handler.addFilter(TransactionFilter())
     logging.basicConfig(level=level, handlers=[handler])

@@ -1,10 +1,13 @@
-"""``ergon run``: load the task, run it in this process, say how it ended."""
+"""``ergon run``: load the task, run it in this process or in several, say how it ended."""
 
 from __future__ import annotations
 
+import json
+import logging
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 from signal import Signals
@@ -13,13 +16,21 @@ from typing import Any
 import typer
 
 from ergon_framework.cli.logs import configure
-from ergon_framework.cli.summary import as_line, show
+from ergon_framework.cli.summary import as_line, show, show_all, summed
 from ergon_framework.errors import ConfigurationError, ErgonError
 from ergon_framework.runner.exits import Exit
+from ergon_framework.runner.health import STARTING, Health
 from ergon_framework.runner.leaving import flush, guard, leave
 from ergon_framework.runner.loading import load_policy, load_task
+from ergon_framework.runner.probes import probed
 from ergon_framework.runner.process import Ended, Process, Runnable
+from ergon_framework.runner.settings import Settings, settings
+from ergon_framework.runner.stages import Stage
+from ergon_framework.runner.supervisor import Supervisor
 from ergon_framework.task.mixins.policies import ConsumerPolicy
+from ergon_framework.telemetry.names import LIBRARY, Event, Field
+
+log = logging.getLogger(f"{LIBRARY}.runner")
 
 
 class LogLevel(StrEnum):
@@ -31,56 +42,66 @@ class LogLevel(StrEnum):
     ERROR = "error"
 
 
-def run_task(
-    name: str,
-    *,
-    streaming: bool | None,
-    limit: int | None,
-    policy: Path | None,
-    log_level: LogLevel,
-    as_json: bool,
-) -> int:
-    """Run the task called *name*; the exit code. Does not return if a handler is still running at the end."""
-    configure(log_level.upper())
-    # A console script finds its own folder there; people expect theirs, as with python -m.
-    sys.path.insert(0, str(Path.cwd()))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What the command line says; None leaves it to the environment, the file and the task."""
+
+    task: str
+    streaming: bool | None = None
+    limit: int | None = None
+    policy: str | None = None
+    log_level: str | None = None
+    config: str | None = None
+    processes: int | None = None
+    probe_port: int | None = None
+    probe_file: str | None = None
+
+    def settings(self) -> Settings:
+        """What file and environment say, and over it what the command line says."""
+        found = settings(None if self.config is None else Path(self.config))
+        given = {"port": self.probe_port, "file": self.probe_file}
+        probes = found.run.probes.model_copy(update={key: value for key, value in given.items() if value is not None})
+        changes: dict[str, Any] = {"probes": probes}
+        if self.processes is not None:
+            changes["processes"] = self.processes
+        return found.model_copy(update={"run": found.run.model_copy(update=changes)})
+
+
+def run_task(options: Options, *, as_json: bool) -> int:
+    """Run the task; the exit code. Does not return if a handler is still running at the end."""
     try:
-        task = load_task(name)
-        rules = _policy(task, policy, streaming=streaming, limit=limit)
+        found = options.settings()
+        prepare(options, found)
+        return (
+            _run_many(options, found, as_json=as_json) if found.run.processes > 1 else _run_one(options, found, as_json)
+        )
     except ConfigurationError as error:
         typer.echo(f"ergon: {error}", err=True)
         return Exit.USAGE
-    ended = Process(task, rules, on_signal=_telling(rules)).run()
-    guard(ended)
-    _tell(ended)
-    if as_json:
-        typer.echo(as_line(task.name, ended))
+
+
+def prepare(options: Options, found: Settings) -> None:
+    """Have logs go where they belong, and modules be found where people expect them."""
+    configure((options.log_level or found.logging.level).upper(), found.logging.format)
+    # A console script finds its own folder there; people expect theirs, as with python -m.
+    sys.path.insert(0, str(Path.cwd()))
+
+
+def load(options: Options, found: Settings) -> tuple[Runnable, ConsumerPolicy]:
+    """The task, and the policy that it is to obey."""
+    task = load_task(options.task)
+    if options.policy is None:
+        own = task.policy if isinstance(task.policy, ConsumerPolicy) else ConsumerPolicy()
+        policy = found.policy(task.name, own)
     else:
-        show(task.name, ended)
-    flush(ended)
-    return leave(ended)
-
-
-def _policy(task: Runnable, path: Path | None, *, streaming: bool | None, limit: int | None) -> ConsumerPolicy:
-    own = task.policy if isinstance(task.policy, ConsumerPolicy) else ConsumerPolicy()
-    policy = own if path is None else load_policy(path)
-    changes: dict[str, Any] = {"streaming": streaming, "limit": limit}
+        policy = load_policy(Path(options.policy))
+    changes: dict[str, Any] = {"streaming": options.streaming, "limit": options.limit}
     given = {key: value for key, value in changes.items() if value is not None}
-    return policy.model_copy(update={"loop": policy.loop.model_copy(update=given)}) if given else policy
+    rules = policy.model_copy(update={"loop": policy.loop.model_copy(update=given)}) if given else policy
+    return task, rules
 
 
-def _telling(policy: ConsumerPolicy) -> Callable[[Signals, int], None]:
-    def told(signal: Signals, times: int) -> None:
-        if times == 1:
-            grace = f"running work has {policy.loop.drain_timeout:g} s to finish; a second signal ends it at once"
-            typer.echo(f"ergon: {signal.name}: {grace}", err=True)
-        else:
-            typer.echo(f"ergon: {signal.name}: ending now", err=True)
-
-    return told
-
-
-def _tell(ended: Ended) -> None:
+def tell(ended: Ended) -> None:
     """Say what went wrong: an error of ours explains itself, any other needs its traceback."""
     if ended.forced:
         typer.echo(f"ergon: {Exit.FORCED.meaning}", err=True)
@@ -88,3 +109,80 @@ def _tell(ended: Ended) -> None:
         typer.echo(f"ergon: {ended.error}", err=True)
     elif ended.error is not None:
         typer.echo("".join(traceback.format_exception(ended.error)).rstrip(), err=True)
+
+
+def enter(stage: Stage, *, number: int | None = None) -> None:
+    """Log that a stage of the stop has begun."""
+    level = logging.ERROR if stage is Stage.KILLED else logging.INFO
+    fields = {Field.STAGE: stage.value} if number is None else {Field.STAGE: stage.value, Field.NUMBER: number}
+    log.log(level, Event.PROCESS_STOPPING, extra=fields)
+
+
+# -- one process ----------------------------------------------------------------------------------
+
+
+def _run_one(options: Options, found: Settings, as_json: bool) -> int:  # noqa: FBT001 - told by position, once
+    running: list[Process] = []
+
+    def check() -> Health:
+        return running[0].health() if running else STARTING
+
+    with probed(found.run.probes, check) as port:
+        _answers(port, found)
+        task, rules = load(options, found)
+        process = Process(task, rules, on_signal=_telling(rules), on_stage=enter, blocked=found.run.probes.blocked)
+        running.append(process)
+        ended = process.run()
+        guard(ended)
+        tell(ended)
+        if as_json:
+            typer.echo(as_line(task.name, ended))
+        else:
+            show(task.name, ended)
+    flush(ended)
+    return leave(ended)
+
+
+def _telling(policy: ConsumerPolicy) -> Callable[[Signals, int], None]:
+    return lambda signal, times: _heard(signal, times, policy.loop.drain_timeout)
+
+
+def _heard(signal: Signals, times: int, grace: float) -> None:
+    if times == 1:
+        said = f"running work has {grace:g} s to finish; a second signal ends it at once"
+        typer.echo(f"ergon: {signal.name}: {said}", err=True)
+    else:
+        typer.echo(f"ergon: {signal.name}: ending now", err=True)
+
+
+# -- several --------------------------------------------------------------------------------------
+
+
+def _run_many(options: Options, found: Settings, *, as_json: bool) -> int:
+    supervisor = Supervisor(_command(options), found.run, on_signal=_heard)
+    with probed(found.run.probes, supervisor.health) as port:
+        _answers(port, found)
+        ran = supervisor.run()
+    if ran.why is not None:
+        typer.echo(f"ergon: {ran.why}", err=True)
+    name = next((report["task"] for report in ran.reports if "task" in report), options.task)
+    if as_json:
+        typer.echo(json.dumps(summed(name, ran)))
+    elif ran.reports:
+        show_all(name, ran)
+    return ran.exit
+
+
+def _command(options: Options) -> Callable[[int, int, int], Sequence[str]]:
+    def command(number: int, orders: int, reports: int) -> Sequence[str]:
+        given = json.dumps({"number": number, "orders": orders, "reports": reports, "options": asdict(options)})
+        # -P: nothing of the current folder may stand in the way of libraries; it is on the path once they are in.
+        return [sys.executable, "-P", "-m", "ergon_framework.cli.child", given]
+
+    return command
+
+
+def _answers(port: int | None, found: Settings) -> None:
+    """Say where the probes are answered, if that was left to chance."""
+    if port is not None and found.run.probes.port == 0:
+        typer.echo(f"ergon: probes on http://{found.run.probes.host}:{port}", err=True)

@@ -1,10 +1,11 @@
-"""The summary of a run: a table for a person, lines for a file, JSON for a program."""
+"""Summaries: a table for a person, lines for a file, JSON for a program."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import typer
@@ -14,6 +15,7 @@ from rich.text import Text
 
 from ergon_framework.errors import text
 from ergon_framework.runner.process import Ended
+from ergon_framework.runner.supervisor import Ran
 from ergon_framework.task.report import End, Outcome, Report
 
 #: The longest message that is repeated; the whole one is in the dead letter.
@@ -31,20 +33,34 @@ WHY = {
 
 def show(name: str, ended: Ended) -> None:
     """Print the summary: as a table on a terminal, as plain lines elsewhere."""
-    rows = list(_rows(ended))
+    tell(name, list(_rows(ended)))
+
+
+def show_all(name: str, ran: Ran) -> None:
+    """Print the summary of several processes as one."""
+    tell(name, list(_rows_of_all(summed(name, ran))))
+
+
+def tell(title: str, rows: Sequence[tuple[str, str]]) -> None:
+    """Print rows of two cells under a title: as a table on a terminal, as plain lines elsewhere."""
     if sys.stdout.isatty():
-        table = Table("what", "how", title=name, title_justify="left", show_header=False)
+        table = Table("what", "how", title=title, title_justify="left", show_header=False)
         for row in rows:
             # Text, because what an error says is no markup.
             table.add_row(*(Text(cell) for cell in row))
         Console().print(table)
         return
     width = max(len(what) for what, _ in rows)
-    typer.echo("\n".join([name, *(f"  {what:<{width}}  {how}" for what, how in rows)]))
+    typer.echo("\n".join([title, *(f"  {what:<{width}}  {how}" for what, how in rows)]))
 
 
 def as_line(name: str, ended: Ended) -> str:
     """The report as one line of JSON."""
+    return json.dumps(told(name, ended))
+
+
+def told(name: str, ended: Ended) -> dict[str, Any]:
+    """The report as plain data."""
     report = ended.report
     line: dict[str, Any] = {"task": name, "exit_code": int(ended.exit)}
     if ended.error is not None:
@@ -62,7 +78,48 @@ def as_line(name: str, ended: Ended) -> str:
             "fenced": report.fenced,
             "failures": [_failure(outcome) for outcome in report.failures],
         }
-    return json.dumps(line)
+    return line
+
+
+#: What is added up over processes, and what is added up by name.
+_SUMS = ("started", "fetches", "empty_fetches", "abandoned", "fenced")
+_TALLIES = ("counts", "refused", "settled")
+#: How many failures of several processes are repeated.
+FAILURES = 100
+
+
+def summed(name: str, ran: Ran) -> dict[str, Any]:
+    """The reports of several processes as one."""
+    parts = ran.reports
+    line: dict[str, Any] = {"task": name, "exit_code": int(ran.exit)}
+    if ran.why is not None:
+        line["error"] = ran.why
+    line |= {"processes": len(parts), "restarts": ran.restarts}
+    line["ends"] = dict(Counter(str(part.get("end") or "failed") for part in parts))
+    line |= {key: sum(part.get(key, 0) for part in parts) for key in _SUMS}
+    line |= {key: _added(part.get(key, {}) for part in parts) for key in _TALLIES}
+    line["failures"] = [failure for part in parts for failure in part.get("failures", ())][:FAILURES]
+    return line
+
+
+def _added(tallies: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for tally in tallies:
+        total.update(tally)
+    return dict(total)
+
+
+def _rows_of_all(line: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    words = {end.value: why for end, why in WHY.items()}
+    yield "ended", line.get("error") or "; ".join(words.get(end, end) for end in line["ends"])
+    yield "processes", f"{line['processes']}, replaced {line['restarts']}"
+    yield from ((kind, str(count)) for kind, count in line["counts"].items() if count)
+    yield from ((f"refused, {reason}", str(count)) for reason, count in line["refused"].items())
+    if line["abandoned"]:
+        yield "still running", str(line["abandoned"])
+    for failure in line["failures"]:
+        tries = "1 attempt" if failure["attempts"] == 1 else f"{failure['attempts']} attempts"
+        yield failure["transaction_id"], f"{failure['category']}: {failure['message']} ({tries})"
 
 
 def _rows(ended: Ended) -> Iterator[tuple[str, str]]:

@@ -67,41 +67,52 @@ class Arrivals:
 
     def wait(self, take: Take, seconds: float, *, due: Due) -> Sequence[Delivery]:
         """What *take* finds within *seconds*; empty when they are over, or at an interruption."""
-        bell = threading.Event()
-        with self._hung(bell.set) as began:
+        with self.bell() as bell:
             end = time.monotonic() + seconds
             while True:
                 # Cleared before looking: what arrives after the look rings again.
                 bell.clear()
-                if self._interruptions != began:
+                if bell.interrupted:
                     return ()
                 found = take()
                 left = end - time.monotonic()
                 if found or left <= 0:
                     return found
-                bell.wait(_pause(left, due()))
+                bell.rung(_pause(left, due()))
 
-    async def wait_async(self, take: Take, seconds: float, *, due: Due) -> Sequence[Delivery]:
-        """The same without blocking the event loop; cancelled, it has claimed nothing."""
-        loop, bell = asyncio.get_running_loop(), asyncio.Event()
+    @contextmanager
+    def bell(self) -> Iterator[Bell]:
+        """A bell for a thread that looks by itself."""
+        event = threading.Event()
+        with self._hung(event.set) as began:
+            yield Bell(event, lambda: self._interruptions != began)
+
+    @contextmanager
+    def bell_async(self) -> Iterator[AsyncBell]:
+        """A bell on the running event loop, for a connector that has to await what it takes."""
+        loop, event = asyncio.get_running_loop(), asyncio.Event()
 
         def ring() -> None:
             with suppress(RuntimeError):  # the loop has closed: nobody waits there any more
-                loop.call_soon_threadsafe(bell.set)
+                loop.call_soon_threadsafe(event.set)
 
         with self._hung(ring) as began:
+            yield AsyncBell(event, lambda: self._interruptions != began)
+
+    async def wait_async(self, take: Take, seconds: float, *, due: Due) -> Sequence[Delivery]:
+        """The same without blocking the event loop; cancelled, it has claimed nothing."""
+        loop = asyncio.get_running_loop()
+        with self.bell_async() as bell:
             end = loop.time() + seconds
             while True:
                 bell.clear()
-                if self._interruptions != began:
+                if bell.interrupted:
                     return ()
                 found = take()
                 left = end - loop.time()
                 if found or left <= 0:
                     return found
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(_pause(left, due())):
-                        await bell.wait()
+                await bell.rung(_pause(left, due()))
 
     @contextmanager
     def _hung(self, ring: Callable[[], object]) -> Iterator[int]:
@@ -114,6 +125,46 @@ class Arrivals:
         finally:
             with self._lock:
                 self._bells = tuple(other for other in self._bells if other is not ring)
+
+
+class Bell:
+    """Rings at every arrival; cleared before looking, so that what comes after the look rings again."""
+
+    def __init__(self, event: threading.Event, interrupted: Callable[[], bool]) -> None:
+        self._event = event
+        self._interrupted = interrupted
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether waiting is over."""
+        return self._interrupted()
+
+    def clear(self) -> None:
+        self._event.clear()
+
+    def rung(self, seconds: float) -> None:
+        """Wait until it rings, *seconds* at most."""
+        self._event.wait(seconds)
+
+
+class AsyncBell:
+    """The same on an event loop."""
+
+    def __init__(self, event: asyncio.Event, interrupted: Callable[[], bool]) -> None:
+        self._event = event
+        self._interrupted = interrupted
+
+    @property
+    def interrupted(self) -> bool:
+        return self._interrupted()
+
+    def clear(self) -> None:
+        self._event.clear()
+
+    async def rung(self, seconds: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._event.wait()
 
 
 def _pause(left: float, due: float | None) -> float:

@@ -8,15 +8,18 @@ raise ``ConnectionLost`` when the line is down; no method may answer "nothing th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
-from ergon_framework.errors import ErgonError
+from ergon_framework.errors import ConfigurationError, ErgonError
 from ergon_framework.failure import Attempt, Failure
 from ergon_framework.telemetry.context import carried
 from ergon_framework.transaction import Transaction
+
+if TYPE_CHECKING:  # its records are made of what is defined here
+    from ergon_framework.connectors.deadletters import DeadLetterQuery, DeadLetterRecord, ReplayResult
 
 
 class ConnectorError(ErgonError):
@@ -40,6 +43,7 @@ class Delivery:
     ``deliveries`` counts from 1 and is the broker's, so that it survives crashes. ``lease_until``
     is when the claim ends, in seconds of the monotonic clock; None where it does not end by
     itself. ``error`` is set when the message could not be decoded; the payload is then its bytes.
+    ``done`` is set when the connector's inbox knows that this transaction has succeeded before.
     """
 
     transaction: Transaction
@@ -47,6 +51,7 @@ class Delivery:
     deliveries: int = 1
     lease_until: float | None = None
     error: UndecodableError | None = None
+    done: bool = False
 
 
 # -- settlements: what may become of a delivery -----------------------------------------------
@@ -125,6 +130,7 @@ class Capabilities:
     release_is_free: bool
     #: Delayed transactions are held by the broker, not in this process.
     delays: bool
+    #: Dead letters are kept here, and can be listed, replayed and discarded.
     dead_letters: bool
     #: How a stale worker's settlement is refused.
     fenced_by: Literal["token", "channel", "generation", "clock"]
@@ -198,6 +204,11 @@ class _Described(ABC):
         """A new transaction for this queue, as ``Transaction.new`` makes it."""
         return Transaction.new(payload, source=self.name, **fields)
 
+    def _keeps_none(self) -> ConfigurationError:
+        return ConfigurationError(
+            f"the connector of {self.name!r} keeps no dead letters that could be listed, replayed or discarded"
+        )
+
 
 def _nothing() -> None: ...
 
@@ -232,6 +243,37 @@ class Connector(_Described):
         """How much is there; None where the broker cannot say."""
         return None
 
+    def queued(self, ids: Collection[str]) -> Collection[str] | None:  # noqa: ARG002 - whoever can say it needs it
+        """Which of these transactions are ready, delayed or in flight; None where the broker cannot say."""
+        return None
+
+    def list_dead(
+        self,
+        query: DeadLetterQuery,  # noqa: ARG002 - for those who keep some
+        *,
+        after: str | None = None,  # noqa: ARG002 - as above
+        limit: int = 100,  # noqa: ARG002 - as above
+    ) -> Sequence[DeadLetterRecord]:
+        """At most *limit* of the dead letters that *query* means, the oldest first.
+
+        With *after*, only those behind that place, whether or not there still is one at it. This and
+        the next two also work on a log that was not opened: opening takes its partitions over.
+        """
+        raise self._keeps_none()
+
+    def replay_dead(self, places: Sequence[str]) -> Sequence[ReplayResult]:  # noqa: ARG002 - as above
+        """Put dead letters back into their queue: the same id and correlation, nothing counted against them.
+
+        One result each, in order; one that fails spoils no other. Each is moved in one step of the
+        broker: a crash at any moment finds it in one of the two, never in both or in none. Where a
+        log keeps its dead letters in another system's side store, a crash may leave it in both.
+        """
+        raise self._keeps_none()
+
+    def discard_dead(self, places: Sequence[str]) -> Sequence[ReplayResult]:  # noqa: ARG002 - as above
+        """Throw dead letters away; one result each, in order."""
+        raise self._keeps_none()
+
     def open(self) -> None:
         """Connect, and check that what is there is what was configured."""
 
@@ -256,6 +298,24 @@ class AsyncConnector(_Described):
 
     async def depth_async(self) -> Depth | None:
         return None
+
+    async def queued_async(self, ids: Collection[str]) -> Collection[str] | None:  # noqa: ARG002 - as its twin
+        return None
+
+    async def list_dead_async(
+        self,
+        query: DeadLetterQuery,  # noqa: ARG002 - as its twin
+        *,
+        after: str | None = None,  # noqa: ARG002 - as its twin
+        limit: int = 100,  # noqa: ARG002 - as its twin
+    ) -> Sequence[DeadLetterRecord]:
+        raise self._keeps_none()
+
+    async def replay_dead_async(self, places: Sequence[str]) -> Sequence[ReplayResult]:  # noqa: ARG002 - as its twin
+        raise self._keeps_none()
+
+    async def discard_dead_async(self, places: Sequence[str]) -> Sequence[ReplayResult]:  # noqa: ARG002 - as its twin
+        raise self._keeps_none()
 
     async def open_async(self) -> None: ...
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from concurrent.futures import CancelledError, Future
 from contextvars import copy_context
 from typing import Any, Generic, TypeVar
@@ -28,6 +28,7 @@ from ergon_framework.connectors.base import (
     Unlisten,
 )
 from ergon_framework.connectors.daemons import Daemons
+from ergon_framework.connectors.deadletters import DeadLetterQuery, DeadLetterRecord, ReplayResult
 from ergon_framework.errors import ConfigurationError, ConnectionLost
 from ergon_framework.transaction import Transaction
 
@@ -149,6 +150,20 @@ class AsyncBridge(AsyncConnector):
     async def depth_async(self) -> Depth | None:
         return await self._run(self._calls, self.connector.depth)
 
+    async def queued_async(self, ids: Collection[str]) -> Collection[str] | None:
+        return await self._run(self._calls, lambda: self.connector.queued(ids))
+
+    async def list_dead_async(
+        self, query: DeadLetterQuery, *, after: str | None = None, limit: int = 100
+    ) -> Sequence[DeadLetterRecord]:
+        return await self._run(self._calls, lambda: self.connector.list_dead(query, after=after, limit=limit))
+
+    async def replay_dead_async(self, places: Sequence[str]) -> Sequence[ReplayResult]:
+        return await self._run(self._calls, lambda: self.connector.replay_dead(places))
+
+    async def discard_dead_async(self, places: Sequence[str]) -> Sequence[ReplayResult]:
+        return await self._run(self._calls, lambda: self.connector.discard_dead(places))
+
     async def open_async(self) -> None:
         self._calls.open()
         self._claims.open()
@@ -263,6 +278,20 @@ class SyncBridge(Connector):
 
     def depth(self) -> Depth | None:
         return self._value(self._start(self.connector.depth_async))
+
+    def queued(self, ids: Collection[str]) -> Collection[str] | None:
+        return self._value(self._start(self.connector.queued_async, ids))
+
+    def list_dead(
+        self, query: DeadLetterQuery, *, after: str | None = None, limit: int = 100
+    ) -> Sequence[DeadLetterRecord]:
+        return self._value(self._start(self.connector.list_dead_async, query, after=after, limit=limit))
+
+    def replay_dead(self, places: Sequence[str]) -> Sequence[ReplayResult]:
+        return self._value(self._start(self.connector.replay_dead_async, places))
+
+    def discard_dead(self, places: Sequence[str]) -> Sequence[ReplayResult]:
+        return self._value(self._start(self.connector.discard_dead_async, places))
 
     def open(self) -> None:
         self._value(self._start(self.connector.open_async))

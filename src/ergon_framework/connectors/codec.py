@@ -79,6 +79,9 @@ WIRE: Final = (
 
 _FIELDS: Final = tuple(row for row in WIRE if row.form is not Form.TRACE)
 _TRACE: Final = tuple(row for row in WIRE if row.form is Form.TRACE)
+_BY_HEADER: Final = {row.header: row for row in WIRE}
+#: Looked up once: members of an enumeration are found slowly, and this is asked for every header.
+_TRACED: Final = Form.TRACE
 
 
 # -- the forms: each reads or refuses with ValueError ----------------------------------------------
@@ -120,8 +123,19 @@ def _read_history(text: str) -> tuple[Attempt, ...]:
     return _ATTEMPTS.validate_python(_DECODER.decode(text))[-HISTORY:]
 
 
+# What is written here can be read above: each writer refuses what its reader would.
+
+
+def _write_id(text: Any) -> str:
+    return _read_id(str(text))
+
+
+def _write_text(text: Any) -> str:
+    return _read_text(str(text))
+
+
 def _write_count(count: Any) -> str:
-    if not isinstance(count, int) or isinstance(count, bool):
+    if not isinstance(count, int) or isinstance(count, bool) or count < 0:
         raise TypeError
     return str(count)
 
@@ -148,8 +162,8 @@ _READ: Final[dict[Form, Callable[[str], Any]]] = {
     Form.TRACE: _read_text,
 }
 _WRITE: Final[dict[Form, Callable[[Any], str]]] = {
-    Form.ID: str,
-    Form.TEXT: str,
+    Form.ID: _write_id,
+    Form.TEXT: _write_text,
     Form.COUNT: _write_count,
     Form.TIME: _write_time,
     Form.HISTORY: _write_history,
@@ -291,10 +305,11 @@ def write_headers(transaction: Transaction) -> dict[str, str]:
                 f"a {row.form.value} of at most {row.longest} characters"
             )
         headers[row.header] = text
-    for row in _TRACE:
-        value = transaction.trace.get(row.header)
-        if value is not None and _trace_fits(row, value):
-            headers[row.header] = value
+    if transaction.trace:
+        for row in _TRACE:
+            value = transaction.trace.get(row.header)
+            if value is not None and _trace_fits(row, value):
+                headers[row.header] = value
     return headers
 
 
@@ -302,7 +317,6 @@ def _written(row: Wire, value: Any) -> str | None:
     try:
         text = _WRITE[row.form](value)
         if len(text) <= row.longest:
-            _READ[row.form](text)  # nothing is written that could not be read
             return text
     except (TypeError, ValueError, OverflowError, OSError):
         pass
@@ -316,14 +330,18 @@ def read_headers(headers: Mapping[str, str]) -> dict[str, Any]:
     broken trace starts anew, as W3C Trace Context asks, and costs nobody the message.
     """
     fields: dict[str, Any] = {}
-    for row in _FIELDS:
-        text = headers.get(row.header)
-        if text is None:
+    trace: dict[str, str] = {}
+    # Over what is there and not over the table: a message has four headers or five.
+    for name, text in headers.items():
+        row = _BY_HEADER.get(name)
+        if row is None or text is None:
             continue
-        fields[row.field] = _field(row, text)
+        if row.form is not _TRACED:
+            fields[row.field] = _field(row, text)
+        elif _trace_fits(row, text):
+            trace[name] = text
     if "id" not in fields:
         raise UndecodableError("header 'ergon-id' is missing; without it a redelivery could not be recognised")
-    trace = {row.header: headers[row.header] for row in _TRACE if _trace_fits(row, headers.get(row.header))}
     if trace:
         fields["trace"] = trace
     return fields

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from heapq import heappop, heappush
+from itertools import chain
 from threading import Lock
 from typing import Any
 
@@ -28,7 +29,7 @@ from ergon_framework.connectors.base import (
     Unlisten,
 )
 from ergon_framework.connectors.codec import Codec, UnencodableError, decode
-from ergon_framework.connectors.deadletters import DeadLetterRecord, NoSuchDeadLetterError
+from ergon_framework.connectors.deadletters import Became, DeadLetterQuery, DeadLetterRecord, ReplayResult, page
 from ergon_framework.transaction import Transaction
 
 
@@ -94,7 +95,9 @@ class MemoryConnector(Connector, AsyncConnector):
         # All leases have one length, so the order of claiming is the order of expiry. An
         # OrderedDict because a plain dict walks over all it has forgotten to find its first.
         self._claims: OrderedDict[Any, _Message] = OrderedDict()
-        self._dead: list[tuple[DeadLetterRecord, _Message]] = []
+        self._buried = 0
+        #: By place, the oldest first.
+        self._dead: dict[str, tuple[DeadLetterRecord, _Message]] = {}
 
     @property
     def name(self) -> str:
@@ -225,12 +228,14 @@ class MemoryConnector(Connector, AsyncConnector):
             expired = self._refresh(self._clock())
             claims, ready = self._claims, len(self._fresh) + len(self._returned)
             for delivery, settlement in settlings:
-                if type(settlement) is not Ack:
-                    results.append(self._settle(delivery, settlement))
-                elif claims.pop(delivery.receipt, None) is None:
-                    results.append(lost)
-                else:
-                    results.append(settled)
+                try:
+                    if type(settlement) is not Ack:
+                        result = self._settle(delivery, settlement)
+                    else:
+                        result = lost if claims.pop(delivery.receipt, None) is None else settled
+                except Exception:  # noqa: BLE001 - the boundary of one item, which must not spoil its neighbours
+                    result = SettleResult.FAILED
+                results.append(result)
             arrived = len(self._fresh) + len(self._returned) > ready
         self._tell(expired)
         if arrived:
@@ -249,7 +254,7 @@ class MemoryConnector(Connector, AsyncConnector):
                 message.deliveries -= 1
                 heappush(self._returned, (message.order, message))
             case DeadLetter():
-                self._dead.append((self._record(delivery, settlement, message=message), message))
+                self._bury(message, delivery, settlement=settlement)
             case _:
                 return SettleResult.FAILED
         del self._claims[delivery.receipt]
@@ -307,40 +312,74 @@ class MemoryConnector(Connector, AsyncConnector):
         self._tell(expired)
         return depth
 
+    def queued(self, ids: Collection[str]) -> Collection[str]:
+        with self._lock:
+            expired = self._refresh(self._clock())
+            there = {self._id(message) for message in self._alive()}
+        self._tell(expired)
+        return there.intersection(ids)
+
+    def _alive(self) -> Iterator[_Message]:
+        yield from chain(self._fresh, self._claims.values())
+        yield from (message for _, message in self._returned)
+        yield from (message for _, _, message in self._delayed)
+
+    def _id(self, message: _Message) -> str:
+        if self._codec is None:
+            return str(message.content.id)
+        body, headers = message.content
+        return decode(self._codec, body, headers, source=self._name)[0].id
+
+    # -- dead letters -------------------------------------------------------------------------
+
     @property
     def dead_letters(self) -> Sequence[DeadLetterRecord]:
-        """The dead letters, the oldest first."""
+        """All dead letters, the oldest first."""
         with self._lock:
-            return [record for record, _ in self._dead]
+            return [record for record, _ in self._dead.values()]
 
-    def replay(self, transaction_id: str) -> DeadLetterRecord:
-        """Put the oldest dead letter of that id back into the queue, with nothing counted against it."""
+    def list_dead(
+        self, query: DeadLetterQuery, *, after: str | None = None, limit: int = 100
+    ) -> Sequence[DeadLetterRecord]:
+        return page(self.dead_letters, query, after=after, limit=limit)
+
+    def replay_dead(self, places: Sequence[str]) -> Sequence[ReplayResult]:
         with self._lock:
-            place = self._find_dead(transaction_id)
-            record, message = self._dead[place]
-            if message.readable:
-                fresh = record.fresh()
+            results = [self._replay(place) for place in places]
+        if any(result.became is Became.REPLAYED for result in results):
+            self._arrivals.arrived()
+        return results
+
+    def discard_dead(self, places: Sequence[str]) -> Sequence[ReplayResult]:
+        with self._lock:
+            gone = [self._dead.pop(place, None) is None for place in places]
+        return [
+            ReplayResult(place, Became.GONE if missing else Became.DISCARDED)
+            for place, missing in zip(places, gone, strict=True)
+        ]
+
+    def _bury(self, message: _Message, delivery: Delivery, *, settlement: DeadLetter) -> None:
+        self._buried += 1
+        place, headers = str(self._buried), None if message.readable else message.content[1]
+        record = DeadLetterRecord.of(
+            delivery, settlement, queue=self._name, at=self._wall(), headers=headers, place=place
+        )
+        self._dead[place] = record, message
+
+    def _replay(self, place: str) -> ReplayResult:
+        if place not in self._dead:
+            return ReplayResult(place, Became.GONE)
+        record, message = self._dead[place]
+        if message.readable:  # what could not be read goes back as it came
+            fresh = record.fresh()
+            try:
                 message.content = fresh if self._codec is None else self._codec.encode(fresh)
-            del self._dead[place]
-            message.deliveries = 0
-            self._to_back(message, self._clock())
-        self._arrivals.arrived()
-        return record
-
-    def discard(self, transaction_id: str) -> DeadLetterRecord:
-        """Throw the oldest dead letter of that id away."""
-        with self._lock:
-            return self._dead.pop(self._find_dead(transaction_id))[0]
-
-    def _record(self, delivery: Delivery, settlement: DeadLetter, *, message: _Message) -> DeadLetterRecord:
-        headers = None if message.readable else message.content[1]
-        return DeadLetterRecord.of(delivery, settlement, queue=self._name, at=self._wall(), headers=headers)
-
-    def _find_dead(self, transaction_id: str) -> int:
-        for place, (record, _) in enumerate(self._dead):
-            if record.id == transaction_id:
-                return place
-        raise NoSuchDeadLetterError(f"the queue {self._name!r} has no dead letter of transaction {transaction_id!r}")
+            except UnencodableError as error:
+                return ReplayResult(place, Became.FAILED, str(error))
+        del self._dead[place]
+        message.deliveries = 0
+        self._to_back(message, self._clock())
+        return ReplayResult(place, Became.REPLAYED)
 
     # -- the async flavour: nothing below waits, so it is the same code ------------------------------
 
@@ -355,6 +394,20 @@ class MemoryConnector(Connector, AsyncConnector):
 
     async def depth_async(self) -> Depth:
         return self.depth()
+
+    async def queued_async(self, ids: Collection[str]) -> Collection[str]:
+        return self.queued(ids)
+
+    async def list_dead_async(
+        self, query: DeadLetterQuery, *, after: str | None = None, limit: int = 100
+    ) -> Sequence[DeadLetterRecord]:
+        return self.list_dead(query, after=after, limit=limit)
+
+    async def replay_dead_async(self, places: Sequence[str]) -> Sequence[ReplayResult]:
+        return self.replay_dead(places)
+
+    async def discard_dead_async(self, places: Sequence[str]) -> Sequence[ReplayResult]:
+        return self.discard_dead(places)
 
     async def close_async(self) -> None:
         self.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 import zlib
@@ -27,10 +28,10 @@ from ergon_framework.connectors.base import (
     Settling,
     Unlisten,
 )
-from ergon_framework.connectors.deadletters import DeadLetterRecord, NoSuchDeadLetterError
+from ergon_framework.connectors.deadletters import Became, DeadLetterQuery, DeadLetterRecord, ReplayResult
 from ergon_framework.connectors.partition import Commit, Partition, Receipt
 from ergon_framework.connectors.side_store import Kept, MemorySideStore, Place, SideStore
-from ergon_framework.errors import ConnectionLost, ErgonError
+from ergon_framework.errors import ConnectionLost, ErgonError, text
 from ergon_framework.transaction import Transaction
 
 
@@ -233,8 +234,7 @@ class MemoryLog(Connector, AsyncConnector):
                         if batch:  # what is claimed already must reach somebody
                             return batch
                         raise
-                    receipt = Receipt(partition.number, offset, partition.generation)
-                    batch.append(Delivery(transaction, receipt, count))
+                    batch.append(Delivery(transaction, partition.receipt(offset), count))
         return batch
 
     # -- settle -----------------------------------------------------------------------------------
@@ -257,8 +257,7 @@ class MemoryLog(Connector, AsyncConnector):
         if not isinstance(receipt, Receipt) or not 0 <= receipt.partition < len(self._mine):
             return None
         partition = self._mine[receipt.partition]
-        good = partition.generation == receipt.generation and receipt.offset in partition.held
-        return partition if good and self._current(partition) else None
+        return partition if partition.holds(receipt) and self._current(partition) else None
 
     def _settle(self, delivery: Delivery, settlement: Settlement, *, now: float) -> SettleResult:
         partition = self._holder(delivery.receipt)
@@ -266,7 +265,7 @@ class MemoryLog(Connector, AsyncConnector):
             return SettleResult.LOST
         try:
             return self._settle_held(partition, delivery, settlement=settlement, now=now)
-        except ErgonError:  # the side store's own trouble: the claim is still held
+        except Exception:  # noqa: BLE001 - the side store's trouble or an odd item; the claim is still held
             return SettleResult.FAILED
 
     def _settle_held(
@@ -318,38 +317,46 @@ class MemoryLog(Connector, AsyncConnector):
                 ready=ready,
                 delayed=sum(partition.delayed(now) for partition in mine),
                 in_flight=sum(len(partition.held) for partition in mine),
-                dead=len(self.side.dead_letters),
+                dead=self.side.dead_count,
                 oldest_age=None if oldest is None else now - oldest,
             )
 
+    # -- dead letters -------------------------------------------------------------------------------
+
     @property
     def dead_letters(self) -> Sequence[DeadLetterRecord]:
-        """The dead letters, the oldest first."""
-        with self.records.lock:
-            return self.side.dead_letters
+        """All dead letters, the oldest first."""
+        return self.list_dead(DeadLetterQuery(), limit=sys.maxsize)
 
-    def replay(self, transaction_id: str) -> DeadLetterRecord:
-        """Append the oldest dead letter of that id to the log again, with nothing counted against it."""
+    def list_dead(
+        self, query: DeadLetterQuery, *, after: str | None = None, limit: int = 100
+    ) -> Sequence[DeadLetterRecord]:
         with self.records.lock:
-            record = self._dead(transaction_id)
-            # Appended first: a crash in between doubles it, the other way round would lose it.
-            self.records.append(record.fresh(), self._clock())
-            self.side.exhume(record)
-        self.records.arrivals.arrived()
-        return record
+            return self.side.list_dead(query, after=after, limit=limit)
 
-    def discard(self, transaction_id: str) -> DeadLetterRecord:
-        """Throw the oldest dead letter of that id away."""
+    def replay_dead(self, places: Sequence[str]) -> Sequence[ReplayResult]:
+        """Append them to the end of the log again."""
         with self.records.lock:
-            record = self._dead(transaction_id)
-            self.side.exhume(record)
-            return record
+            results = [_told(self._replay, place) for place in places]
+        if any(result.became is Became.REPLAYED for result in results):
+            self.records.arrivals.arrived()
+        return results
 
-    def _dead(self, transaction_id: str) -> DeadLetterRecord:
-        for record in self.side.dead_letters:
-            if record.id == transaction_id:
-                return record
-        raise NoSuchDeadLetterError(f"the log {self._name!r} has no dead letter of transaction {transaction_id!r}")
+    def discard_dead(self, places: Sequence[str]) -> Sequence[ReplayResult]:
+        with self.records.lock:
+            return [_told(self._discard, place) for place in places]
+
+    def _replay(self, place: str) -> Became:
+        record = self.side.dead(place)
+        if record is None:
+            return Became.GONE
+        # Appended first: a crash in between doubles it, the other way round would lose it.
+        self.records.append(record.fresh(), self._clock())
+        self.side.exhume(place)
+        return Became.REPLAYED
+
+    def _discard(self, place: str) -> Became:
+        return Became.DISCARDED if self.side.exhume(place) else Became.GONE
 
     # -- the async flavour: nothing below waits, so it is the same code --------------------------------
 
@@ -365,8 +372,26 @@ class MemoryLog(Connector, AsyncConnector):
     async def depth_async(self) -> Depth:
         return self.depth()
 
+    async def list_dead_async(
+        self, query: DeadLetterQuery, *, after: str | None = None, limit: int = 100
+    ) -> Sequence[DeadLetterRecord]:
+        return self.list_dead(query, after=after, limit=limit)
+
+    async def replay_dead_async(self, places: Sequence[str]) -> Sequence[ReplayResult]:
+        return self.replay_dead(places)
+
+    async def discard_dead_async(self, places: Sequence[str]) -> Sequence[ReplayResult]:
+        return self.discard_dead(places)
+
     async def open_async(self) -> None:
         self.open()
 
     async def close_async(self) -> None:
         self.close()
+
+
+def _told(move: Callable[[str], Became], place: str) -> ReplayResult:
+    try:
+        return ReplayResult(place, move(place))
+    except ErgonError as error:  # the side store's own trouble, which spoils no other place
+        return ReplayResult(place, Became.FAILED, text(error))

@@ -22,11 +22,12 @@ class Commit(NamedTuple):
 
 
 class Receipt(NamedTuple):
-    """The claim on one record, good for one generation of its partition."""
+    """The claim on one record, good for one generation of its partition and for one turn of being handed out."""
 
     partition: int
     offset: int
     generation: int
+    turn: int
 
 
 class Partition:
@@ -38,6 +39,8 @@ class Partition:
         self.watermark = commit.watermark
         self.position = commit.watermark
         self.held: dict[int, Kept | None] = {}
+        self._turn = 0
+        self._turns: dict[int, int] = {}
         self._done = set(commit.beyond)
         self._returned: list[int] = []
         self._kept = list(kept)
@@ -49,7 +52,7 @@ class Partition:
         """Hold the next record and say which it is: what is due first, then what came back, then what is new."""
         if self._kept and self._kept[0].due <= now:
             kept = heappop(self._kept)
-            self.held[kept.place.offset] = kept
+            self._hold(kept.place.offset, kept)
             return kept.place.offset, kept.transaction
         if self._returned:
             offset = heappop(self._returned)
@@ -59,8 +62,21 @@ class Partition:
                 return None
             offset = self.position
             self.position += 1
-        self.held[offset] = None
+        self._hold(offset, None)
         return offset, records[offset][0]
+
+    def _hold(self, offset: int, kept: Kept | None) -> None:
+        self.held[offset] = kept
+        self._turn += 1
+        self._turns[offset] = self._turn
+
+    def receipt(self, offset: int) -> Receipt:
+        """The claim on a record that is held."""
+        return Receipt(self.number, offset, self.generation, self._turns[offset])
+
+    def holds(self, receipt: Receipt) -> bool:
+        """Whether that very claim is still held: one of an earlier turn is not."""
+        return receipt.offset in self.held and receipt == self.receipt(receipt.offset)
 
     def skip(self, end: int) -> None:
         """Move the position beyond records that need not be handed out."""
@@ -72,6 +88,7 @@ class Partition:
     def settled(self, offset: int) -> None:
         """The record is done with; the watermark moves as far as there is no gap."""
         self.held.pop(offset, None)
+        self._turns.pop(offset, None)
         if offset < self.watermark:
             return
         self._done.add(offset)
@@ -99,7 +116,7 @@ class Partition:
 
     def receipts(self) -> list[Receipt]:
         """The claims that are held."""
-        return [Receipt(self.number, offset, self.generation) for offset in self.held]
+        return [self.receipt(offset) for offset in self.held]
 
     def place(self, offset: int) -> Place:
         return Place(self.number, offset)

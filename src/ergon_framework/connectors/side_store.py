@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from ergon_framework.connectors.deadletters import DeadLetterRecord
+from ergon_framework.connectors.deadletters import DeadLetterQuery, DeadLetterRecord, page
 from ergon_framework.transaction import Transaction
 
 
@@ -51,14 +51,20 @@ class SideStore(Protocol):
         """The record is settled: neither its count nor its delay is needed any more."""
 
     def bury(self, record: DeadLetterRecord) -> None:
-        """Keep a dead letter."""
+        """Keep a dead letter, at a place of its own behind all others."""
 
-    def exhume(self, record: DeadLetterRecord) -> None:
-        """Keep it no longer."""
+    def dead(self, place: str) -> DeadLetterRecord | None:
+        """The dead letter at *place*, if there still is one."""
+
+    def exhume(self, place: str) -> bool:
+        """Keep the one at *place* no longer; False if there was none."""
+
+    def list_dead(self, query: DeadLetterQuery, *, after: str | None, limit: int) -> Sequence[DeadLetterRecord]:
+        """As the connector's."""
 
     @property
-    def dead_letters(self) -> Sequence[DeadLetterRecord]:
-        """The dead letters, the oldest first."""
+    def dead_count(self) -> int:
+        """How many dead letters there are."""
 
 
 class MemorySideStore:
@@ -67,7 +73,8 @@ class MemorySideStore:
     def __init__(self) -> None:
         self._counts: dict[Place, int] = {}
         self._kept: dict[Place, Kept] = {}
-        self._dead: list[DeadLetterRecord] = []
+        self._buried = 0
+        self._dead: dict[str, DeadLetterRecord] = {}
 
     def count(self, place: Place) -> int:
         self._counts[place] = count = self._counts.get(place, 0) + 1
@@ -87,11 +94,19 @@ class MemorySideStore:
         self._kept.pop(place, None)
 
     def bury(self, record: DeadLetterRecord) -> None:
-        self._dead.append(record)
+        self._buried += 1
+        place = str(self._buried)
+        self._dead[place] = record.model_copy(update={"place": place})
 
-    def exhume(self, record: DeadLetterRecord) -> None:
-        self._dead.remove(record)
+    def dead(self, place: str) -> DeadLetterRecord | None:
+        return self._dead.get(place)
+
+    def exhume(self, place: str) -> bool:
+        return self._dead.pop(place, None) is not None
+
+    def list_dead(self, query: DeadLetterQuery, *, after: str | None, limit: int) -> Sequence[DeadLetterRecord]:
+        return page(self._dead.values(), query, after=after, limit=limit)
 
     @property
-    def dead_letters(self) -> Sequence[DeadLetterRecord]:
-        return tuple(self._dead)
+    def dead_count(self) -> int:
+        return len(self._dead)

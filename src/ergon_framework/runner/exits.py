@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import IntEnum
 from typing import Self
 
+from ergon_framework.connectors.base import SettleResult
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.task.exceptions import LoopTimeout
 from ergon_framework.task.report import Report
@@ -25,7 +27,11 @@ class Exit(IntEnum):
     FAILED = 1, "the loop or the task's lifespan failed; the message says why"
     USAGE = 2, "the command line, the policy file or the task is wrong; nothing was fetched"
     TIMEOUT = 3, "the loop's own time, `loop.timeout`, was over"
-    LEFT_BEHIND = 4, "ended, but handlers were still running; their claims ended with the process"
+    LEFT_BEHIND = (
+        4,
+        "ended, but handlers still ran or outcomes could not be settled; the queue delivers those again",
+    )
+    FLAPPING = 5, "one of several processes died at once, too often in a row; the message says how"
     FORCED = 70, "the loop or the lifespan did not end within the grace; the process left without it"
 
 
@@ -39,4 +45,15 @@ def exit_of(report: Report | None, error: BaseException | None = None, *, forced
         return Exit.USAGE
     if error is not None or report is None:
         return Exit.FAILED
-    return Exit.LEFT_BEHIND if report.abandoned else Exit.OK
+    return Exit.LEFT_BEHIND if report.abandoned or report.settled.get(SettleResult.FAILED) else Exit.OK
+
+
+#: What says most about a run comes first.
+_GRAVITY = (Exit.USAGE, Exit.FLAPPING, Exit.FORCED, Exit.FAILED, Exit.TIMEOUT, Exit.LEFT_BEHIND, Exit.OK)
+
+
+def worst(codes: Iterable[int]) -> Exit:
+    """The one code for several processes; a code that is none of ours, or a signal, is a failure."""
+    known = {code.value: code for code in Exit}
+    found = {known.get(code, Exit.FAILED) for code in codes}
+    return next((code for code in _GRAVITY if code in found), Exit.OK)

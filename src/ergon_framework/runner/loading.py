@@ -1,9 +1,10 @@
-"""Loading: from ``MODULE:TASK`` to a task, and from a file to a policy, with errors that help."""
+"""Loading: from ``MODULE:NAME`` to a task or a connector, from a file to a policy, with errors that help."""
 
 from __future__ import annotations
 
 import importlib
 import json
+import sys
 import tomllib
 import traceback
 from collections.abc import Callable
@@ -12,29 +13,52 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ergon_framework.connectors.base import AsyncConnector, Connector
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.runner.process import Runnable
 from ergon_framework.task.base import AsyncTask, Task
 from ergon_framework.task.mixins.consumer import AsyncConsumerMixin, ConsumerMixin
 from ergon_framework.task.mixins.policies import ConsumerPolicy
 
+#: What has a connector, or is one.
+_CONNECTED = (Connector, AsyncConnector, Task, AsyncTask)
 _READERS: dict[str, Callable[[str], Any]] = {".toml": tomllib.loads, ".json": json.loads}
+
+
+def search_here() -> None:
+    """Find modules in the current folder too: a console script finds only its own, people expect theirs."""
+    sys.path.insert(0, str(Path.cwd()))
 
 
 def load_task(name: str) -> Runnable:
     """The consumer that *name*, written ``module:task``, stands for."""
+    return _checked(_found(name, "task", wanted=_runnable), name=name)
+
+
+def load_connector(name: str) -> Connector | AsyncConnector:
+    """The connector that *name*, written ``module:name``, stands for: itself, or that of a task."""
+    found = _found(name, "connector", wanted=lambda value: isinstance(value, _CONNECTED))
+    connector = found.connector if isinstance(found, Task | AsyncTask) else found
+    if isinstance(connector, Connector | AsyncConnector):
+        return connector
+    hint = "make an instance of it" if isinstance(found, type) else "name a connector, or a task that has one"
+    raise ConfigurationError(f"{name!r} is no connector but a {type(found).__name__}; {hint}")
+
+
+def _found(name: str, kind: str, *, wanted: Callable[[object], bool]) -> Any:
     module_name, colon, attribute = name.partition(":")
     if not (module_name and colon and attribute):
-        raise ConfigurationError(f"{name!r} names no task; write MODULE:TASK, for example app:charge")
+        example = "app:charge" if kind == "task" else "app:orders"
+        raise ConfigurationError(f"{name!r} names no {kind}; write MODULE:{kind.upper()}, for example {example}")
     if module_name.endswith(".py"):
         dotted = module_name.removesuffix(".py").strip("./").replace("/", ".")
         raise ConfigurationError(f"{module_name!r} is a file; name the module: {dotted}:{attribute}")
     module = _module(module_name)
     try:
-        found = getattr(module, attribute)
+        return getattr(module, attribute)
     except AttributeError:
-        raise ConfigurationError(f"{module_name!r} has no {attribute!r}; {_nearest(module, attribute)}") from None
-    return _checked(found, name=name)
+        near = _nearest(module, attribute, kind=kind, wanted=wanted)
+        raise ConfigurationError(f"{module_name!r} has no {attribute!r}; {near}") from None
 
 
 def load_policy(path: Path) -> ConsumerPolicy:
@@ -77,12 +101,14 @@ def _broken(name: str, error: Exception) -> ConfigurationError:
     return ConfigurationError(f"{name!r} cannot be imported: {type(error).__name__}: {error}{where}")
 
 
-def _nearest(module: ModuleType, attribute: str) -> str:
-    tasks = [name for name, value in vars(module).items() if _runnable(value)]
-    near = get_close_matches(attribute, tasks, n=1)
+def _nearest(module: ModuleType, attribute: str, *, kind: str, wanted: Callable[[object], bool]) -> str:
+    there = [name for name, value in vars(module).items() if wanted(value)]
+    near = get_close_matches(attribute, there, n=1)
     if near:
         return f"did you mean {near[0]!r}?"
-    return f"its tasks are: {', '.join(tasks)}" if tasks else "it holds no task; make one with @consumer(connector)"
+    if kind == "task":
+        return f"its tasks are: {', '.join(there)}" if there else "it holds no task; make one with @consumer(connector)"
+    return f"its connectors and tasks are: {', '.join(there)}" if there else "it holds neither a connector nor a task"
 
 
 def _runnable(value: object) -> bool:

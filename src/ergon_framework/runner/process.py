@@ -8,21 +8,31 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import inspect
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
+from functools import partial
 from math import inf
 from signal import Signals
 from threading import Thread
 from typing import Any, TypeAlias
 
+from ergon_framework.errors import ConfigurationError
 from ergon_framework.runner.exits import Exit, exit_of
+from ergon_framework.runner.health import STARTING, Health
 from ergon_framework.runner.signals import heard
+from ergon_framework.runner.stages import Stage
 from ergon_framework.runner.stopping import Stopping
+from ergon_framework.runner.telling import Teller
 from ergon_framework.runner.tokens import Tokens
+from ergon_framework.runner.watchdog import Watchdog
 from ergon_framework.task.base import AsyncTask, Task
+from ergon_framework.task.loops import loops_of
 from ergon_framework.task.mixins.policies import ConsumerPolicy
 from ergon_framework.task.report import Report
+from ergon_framework.telemetry.redaction import masked
 
 #: How long after the grace settlements, connector and lifespan may still take; with LAST it stays below one second.
 MARGIN = 0.7
@@ -51,6 +61,13 @@ class Ended:
         return self.forced or (self.report is not None and self.report.abandoned > 0)
 
 
+class Order(Enum):
+    """What a parent asks of a process."""
+
+    STOP = "stop"
+    HURRY = "hurry"
+
+
 @dataclass(frozen=True, slots=True)
 class _Over:
     """The loop has ended; what was opened for it has not been closed yet."""
@@ -59,17 +76,36 @@ class _Over:
 
 
 class Process:
-    """Runs *task* until it ends, or until signals end it."""
+    """Runs *task* until it ends, or until signals or orders end it.
+
+    With a parent (*supervised*), a second signal hurries nobody: whoever signals a whole group
+    reaches parent and child alike, so only the parent's order to hurry is meant for sure.
+    *blocked* is how long something may hold the event loop before the process is not live.
+    """
 
     def __init__(
-        self, task: Runnable, policy: ConsumerPolicy, *, on_signal: Callable[[Signals, int], None] | None = None
+        self,
+        task: Runnable,
+        policy: ConsumerPolicy,
+        *,
+        on_signal: Callable[[Signals, int], None] | None = None,
+        on_stage: Callable[[Stage], None] | None = None,
+        supervised: bool = False,
+        blocked: float | None = None,
     ) -> None:
         consumer: Any = task
         self._task = consumer
         self._policy = policy
         self._on_signal = on_signal
+        self._on_stage = on_stage
+        self._supervised = supervised
+        self._blocked = blocked
+        self._watchdog: Watchdog | None = None
+        self._teller = Teller()
+        self._stage: Stage | None = None
+        self._drained = inf
         self._stopping = Stopping(consumer)
-        self._tokens: Tokens[Signals | _Over | Ended] = Tokens()
+        self._tokens: Tokens[Signals | Order | _Over | Ended] = Tokens()
         self._report: Report | None = None
         self._left = 0
         self._signals = 0
@@ -81,33 +117,78 @@ class Process:
             Thread(target=self._work, name="ergon-task", daemon=True).start()
             return self._watch()
 
+    def order(self, order: Order) -> None:
+        """Have it stop, or hurry; any thread may ask."""
+        self._tokens.put(order)
+
+    def health(self) -> Health:
+        """How it is; any thread may ask."""
+        loops = loops_of(self._task)
+        blocked = None if self._watchdog is None else self._watchdog.blocked
+        stuck = [] if blocked is None else [blocked]
+        if not loops.live:
+            stuck.append("every slot is held by a handler that timed out and did not leave")
+        troubles = loops.troubles
+        if self._stage is not None:
+            return Health(not stuck, ready=False, reasons=(*stuck, f"stopping: {self._stage.value}"))
+        if troubles is None:
+            return Health(not stuck, ready=False, reasons=(*stuck, *STARTING.reasons))
+        return Health(not stuck, not stuck and not troubles, (*stuck, *map(masked, troubles)))
+
     # -- the main thread ------------------------------------------------------------------------
 
     def _watch(self) -> Ended:
         while True:
             token = self._tokens.get(self._patience())
-            if token is None:
+            if token is None and time.monotonic() < self._deadline:
+                self._drained = inf
+                self._enter(Stage.RELEASING)
+            elif token is None:
+                self._enter(Stage.KILLED)
                 return Ended(self._report, forced=True, deadline=time.monotonic() + LAST)
-            if isinstance(token, Ended):
+            elif isinstance(token, Ended):
                 self._shorten(self._grace)
                 return Ended(token.report or self._report, token.error, deadline=self._deadline)
-            if isinstance(token, _Over):
+            elif isinstance(token, _Over):
                 self._report = token.report
+                self._drained = inf
                 self._shorten(self._grace)
+                self._enter(Stage.LEAVING)
+            elif isinstance(token, Order):
+                self._stop(hurry=token is Order.HURRY)
             else:
                 self._signalled(token)
 
     def _patience(self) -> float | None:
-        return None if self._deadline == inf else max(0.0, self._deadline - time.monotonic())
+        until = min(self._deadline, self._drained)
+        return None if until == inf else max(0.0, until - time.monotonic())
 
     def _signalled(self, signal: Signals) -> None:
         self._signals += 1
-        # A second signal ends the drain; what is left then is to settle and to close.
-        self._shorten(self._grace if self._signals == 1 else 0.0)
-        self._stopping.ask()
+        self._stop(hurry=self._signals > 1 and not self._supervised)
         if self._on_signal is not None:
             # Elsewhere: what it writes to may be blocked, and this thread keeps the time.
             Thread(target=self._on_signal, args=(signal, self._signals), daemon=True).start()
+
+    def _stop(self, *, hurry: bool) -> None:
+        if self._stage is None:
+            self._shorten(self._grace)
+            self._drained = time.monotonic() + self._grace
+            self._stopping.ask()
+            self._enter(Stage.DRAINING)
+        if hurry:
+            # That ends the drain; what is left then is to settle and to close.
+            self._shorten(0.0)
+            self._drained = inf
+            self._stopping.ask()
+            self._enter(Stage.RELEASING)
+
+    def _enter(self, stage: Stage) -> None:
+        if stage.follows(self._stage):
+            self._stage = stage
+            if self._on_stage is not None:
+                # Elsewhere, for the same reason as above.
+                self._teller.tell(partial(self._on_stage, stage))
 
     @property
     def _grace(self) -> float:
@@ -122,7 +203,7 @@ class Process:
         try:
             report = self._work_async() if isinstance(self._task, AsyncTask) else self._consume()
         except BaseException as error:  # noqa: BLE001 - the boundary of the thread; it is handed on as data
-            ended = Ended(getattr(error, "report", None), error)
+            ended = Ended(getattr(error, "report", None), _worded(error, self._task))
         else:
             ended = Ended(report)
         self._tokens.put(ended)
@@ -147,14 +228,20 @@ class Process:
                 runner.close()
 
     async def _consume_async(self) -> Report:
-        async with self._task.opened():
-            try:
-                report: Report = await self._task.consume_transactions(self._policy, gates=self._gates)
-            except BaseException as error:
-                self._over(getattr(error, "report", None))
-                raise
-            self._over(report)
-            return report
+        if self._blocked is not None:
+            self._watchdog = Watchdog(self._task, self._blocked).start()
+        try:
+            async with self._task.opened():
+                try:
+                    report: Report = await self._task.consume_transactions(self._policy, gates=self._gates)
+                except BaseException as error:
+                    self._over(getattr(error, "report", None))
+                    raise
+                self._over(report)
+                return report
+        finally:
+            if self._watchdog is not None:
+                self._watchdog.stop()
 
     def _over(self, report: Report | None) -> None:
         self._left = 0 if report is None else report.abandoned
@@ -163,6 +250,21 @@ class Process:
     @property
     def _gates(self) -> tuple[Any, ...]:
         return self._stopping.gate, *self._task.gates
+
+
+def _worded(error: BaseException, task: Runnable) -> BaseException:
+    """*error*; a lifespan of the other flavour is told in words, because Python's own do not say what to do."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    opening = trace is not None and trace.tb_frame.f_code is inspect.unwrap(type(task).opened).__code__
+    if not (opening and isinstance(error, TypeError)):
+        return error
+    wanted, given = ("@asynccontextmanager", "sync") if isinstance(task, AsyncTask) else ("@contextmanager", "async")
+    said = f"the lifespan of {task.name} is {given} and its handlers are not; declare it with {wanted}"
+    worded = ConfigurationError(said)
+    worded.__cause__ = error
+    return worded
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

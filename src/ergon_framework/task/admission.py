@@ -79,6 +79,19 @@ class Admission:
         else:
             del self._keys[transaction.key]
 
+    def behind(self) -> list[Delivery]:
+        """Take out everybody who waits but the head, as if they had never come."""
+        head = self._ready.popleft()
+        # The first of a key waits for a slot; whoever waits for a key of somebody else leaves that key taken.
+        firsts = [delivery.transaction.key for delivery in self._ready if delivery.transaction.key is not None]
+        waiting = self.clear()
+        for delivery in waiting:
+            self._ids.discard((delivery.transaction.source, delivery.transaction.id))
+        for key in firsts:
+            del self._keys[key]
+        self._ready.append(head)
+        return waiting
+
     def clear(self) -> list[Delivery]:
         """Take out everybody who waits."""
         waiting = list(self)

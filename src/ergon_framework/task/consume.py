@@ -98,11 +98,18 @@ class Consumption:
         #: The one that runs is on its last permitted delivery.
         self._alone = False
         self._failure: FetchException | None = None
+        self._fetcher: Fetcher | None = None
 
     @property
     def live(self) -> bool:
         """False when every slot has been held by abandoned bodies for too long."""
         return self._crew.live
+
+    @property
+    def trouble(self) -> str | None:
+        """Why nothing new comes in; None while there is no reason but an empty queue."""
+        failing = None if self._fetcher is None else self._fetcher.failing
+        return self.report.paused if failing is None else f"the connector cannot be read: {failing}"
 
     def wake(self, signal: Callable[[Mailbox, Any], None]) -> None:
         """Something may have arrived; said once, however often the connector says it before it is heard."""
@@ -160,7 +167,7 @@ class Consumption:
 
     def _feed(self) -> Script[End]:
         """Fetch and start until there is a reason to end."""
-        fetcher = Fetcher(
+        self._fetcher = fetcher = Fetcher(
             self._broker.fetch,
             self._policy.steps.fetch.retry,
             senses=self._senses,
@@ -228,6 +235,11 @@ class Consumption:
         """Wait until it is worth fetching, and say how many may be asked for."""
         clock, half = self._senses.clock, (self._crew.concurrency + 1) // 2
         until: float | None = None
+        if len(self.mailbox):
+            # What happened during the last fetch: somebody may be waiting for it, and the next fetch may be long.
+            ended = yield from self._listen(until=clock())
+            if ended is not None:
+                return ended
         while True:
             if self._loop.limit is not None and self.report.started >= self._loop.limit:
                 return End.LIMIT
@@ -327,13 +339,15 @@ class Consumption:
         """Whether the next one may start beside those that run.
 
         The last permitted delivery of a transaction runs alone: if it takes the process with it,
-        nobody else pays for that with a delivery.
+        nobody else pays for that with a delivery. So those who only wait go back before.
         """
         head = self._intake.head()
         if head is None or self._alone:
             return False
         if head.deliveries < self._loop.max_deliveries:
             return True
+        if len(self._intake) > 1:
+            self._intake.clear_behind("alone")
         self._alone = not self._crew.flights and not self._settling()
         return self._alone
 

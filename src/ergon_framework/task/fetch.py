@@ -43,6 +43,8 @@ class Fetcher:
         self._late = late
         #: How often the connector was really called: a stop may come before that.
         self.calls = 0
+        #: Why the last attempt failed, for those who look; None when it did not.
+        self.failing: str | None = None
 
     def run(self, room: int, watch: StepWatch | None) -> Script[Fetched]:
         """Deliveries; or why the loop ends instead."""
@@ -59,9 +61,11 @@ class Fetcher:
             if watch is not None:
                 watch.attempted(number, error if isinstance(error, BaseException) else None)
             if error is None:
+                self.failing = None
                 return list(answer.value)
             if isinstance(error, End):
                 return error
+            self.failing = type(error.__cause__ or error).__name__
             if self._patient and isinstance(error.__cause__, ConnectionLost):
                 delay = retry.delay(lost, self._senses.dice)
                 lost += 1

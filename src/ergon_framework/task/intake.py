@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ergon_framework.connectors.base import DeadLetter, Delivery, Later, Release
+from ergon_framework.connectors.base import Ack, DeadLetter, Delivery, Later, Release
 from ergon_framework.task.admission import Admission
 from ergon_framework.task.handling import Handling
 from ergon_framework.task.report import Kind, Outcome, Report
@@ -15,6 +15,9 @@ from ergon_framework.task.watch import Onlooker
 if TYPE_CHECKING:
     from ergon_framework.engine.senses import Senses
     from ergon_framework.task.mixins.policies import ConsumerLoopPolicy
+
+#: The reason of what the inbox acks.
+DONE = "done"
 
 
 class Intake:
@@ -99,6 +102,11 @@ class Intake:
         for delivery in deliveries if isinstance(deliveries, Sequence) else ():
             self.give_back(delivery, "late")
 
+    def clear_behind(self, reason: str) -> None:
+        """Give back everybody who waits but the head."""
+        for delivery in self._admission.behind():
+            self.give_back(delivery, reason)
+
     def clear(self, reason: str) -> None:
         """Give back everybody who waits."""
         for delivery in self._admission.clear():
@@ -113,6 +121,8 @@ class Intake:
 
     def _refusal(self, delivery: Delivery) -> str | None:
         """Why a delivery is settled before any lifecycle, if it is."""
+        if delivery.done:
+            return DONE
         if delivery.error is not None:
             return "undecodable"
         if delivery.deliveries > self._policy.max_deliveries:
@@ -125,6 +135,9 @@ class Intake:
     def _refuse(self, delivery: Delivery, reason: str) -> None:
         self._report.refused[reason] = self._report.refused.get(reason, 0) + 1
         self._watch.refused(delivery, reason)
+        if reason == DONE:
+            self._settler.put(Item(delivery, Ack(), None))
+            return
         outcome = Outcome(delivery.transaction, reason=reason)
         outcome.error = delivery.error
         failure = self._handling.failure_of(outcome, delivery, reason)

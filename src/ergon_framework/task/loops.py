@@ -14,6 +14,9 @@ class Running(Protocol):
     @property
     def live(self) -> bool: ...
 
+    @property
+    def trouble(self) -> str | None: ...
+
 
 class Loops:
     """The loops of one task; they can be stopped from any thread."""
@@ -46,6 +49,14 @@ class Loops:
         """Whether every loop can still start something."""
         with self._lock:
             return all(running.live for running, _ in self._running.values())
+
+    @property
+    def troubles(self) -> list[str] | None:
+        """Why loops bring nothing in, a reason each; None when no loop runs."""
+        with self._lock:
+            if not self._running:
+                return None
+            return [said for running, _ in self._running.values() if (said := running.trouble) is not None]
 
 
 def loops_of(task: object) -> Loops:

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 class Production:
     """One produce call over one list."""
 
+    #: It fetches nothing, so nothing can keep it from that.
+    trouble: str | None = None
+
     def __init__(
         self,
         course: Course,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Final, TypeAlias
 from weakref import WeakKeyDictionary
@@ -151,6 +151,8 @@ class Registry:
         self._live: dict[Counts, None] = {}
         #: What loops that are over have counted, by task.
         self._totals: dict[str, Numbers] = {}
+        #: What brokers have said about the queues of tasks, by task.
+        self._levels: dict[str, Numbers] = {}
 
     def counts(self, task: str, *, steps: Iterable[str], everyday: tuple[str, str]) -> Counts:
         """The numbers of a new loop of *task*; they are seen once it is opened."""
@@ -166,6 +168,17 @@ class Registry:
             if counts in self._live:
                 self._live.pop(counts, None)
                 _add_all(self._totals, counts.task, counts.counted())
+
+    def level(self, task: str, depth: Mapping[str, int] | None, oldest: float | None = None) -> None:
+        """How full the queue of *task* is, by state, and how old the oldest that waits there; None: unknown."""
+        with self._lock:
+            task = self._bound.value(("", 0), task)
+            if depth is None:
+                self._levels.pop(task, None)
+                return
+            numbers: Numbers = {(names.QUEUE_DEPTH.name, (state,)): count for state, count in depth.items()}
+            numbers[names.QUEUE_LAG.name, ()] = oldest or 0.0
+            self._levels[task] = numbers
 
     def read(self, metric: Metric) -> list[tuple[dict[str, str], float]]:
         """The metric's values now, each with its attributes."""
@@ -190,7 +203,8 @@ class Registry:
 
     def _sums(self, metric: Metric) -> dict[str, Numbers]:
         counter = metric.kind == "counter"
-        found = {task: dict(numbers) for task, numbers in self._totals.items()} if counter else {}
+        told = self._totals if counter else self._levels
+        found = {task: dict(numbers) for task, numbers in told.items()}
         for counts in self._live:
             _add_all(found, counts.task, counts.counted() if counter else counts.gauged())
         return found

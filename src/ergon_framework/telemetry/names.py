@@ -66,6 +66,7 @@ class Attribute:
     END: Final = "ergon.end"
     RESULT: Final = "ergon.settle.result"
     STATE: Final = "ergon.slot.state"
+    QUEUE_STATE: Final = "ergon.queue.state"
     #: The upper bound of a bucket; spelled as those who read histograms expect it.
     LE: Final = "le"
 
@@ -134,8 +135,21 @@ QUEUE_AGE: Final = Metric("ergon.queue.age", "gauge", "s", "Age of the oldest tr
 QUEUE_AGE_MAX: Final = Metric(
     "ergon.queue.age.max", "gauge", "s", "Largest age at a fetch since the gauge was last read."
 )
+QUEUE_DEPTH: Final = Metric(
+    "ergon.queue.depth",
+    "gauge",
+    "{transaction}",
+    "Transactions in the queue of a relay, as its broker counts them.",
+    (Attribute.TASK, Attribute.QUEUE_STATE),
+)
+QUEUE_LAG: Final = Metric(
+    "ergon.queue.lag", "gauge", "s", "Age of the oldest transaction that waits in the queue of a relay."
+)
 PAUSED: Final = Metric(
     "ergon.paused", "gauge", "{loop}", "Loops that a gate holds back.", (Attribute.TASK, Attribute.REASON)
+)
+BLOCKED: Final = Metric(
+    "ergon.loop.blocked", "counter", "{time}", "Times that something held the event loop for too long.", _STEP
 )
 
 METRICS: Final = (
@@ -158,7 +172,10 @@ METRICS: Final = (
     SLOTS,
     QUEUE_AGE,
     QUEUE_AGE_MAX,
+    QUEUE_DEPTH,
+    QUEUE_LAG,
     PAUSED,
+    BLOCKED,
 )
 
 
@@ -173,6 +190,11 @@ class Event:
     LOOP_PAUSED: Final = "loop paused"
     LOOP_RESUMED: Final = "loop resumed"
     LOOP_ENDED: Final = "loop ended"
+    LOOP_BLOCKED: Final = "event loop blocked"
+    LOOP_FREE: Final = "event loop free"
+    PROCESS_STARTED: Final = "process started"
+    PROCESS_DIED: Final = "process died"
+    PROCESS_STOPPING: Final = "process stopping"
     CONTRACT_BREACH: Final = "contract breach"
     TELEMETRY_FAILED: Final = "telemetry failed"
     CALLBACK_FAILED: Final = "on_outcome failed"
@@ -203,6 +225,12 @@ class Field:
     GOT: Final = "got"
     DELIVERIES: Final = "deliveries"
     DELAY: Final = "delay"
+    SECONDS: Final = "seconds"
+    FUNCTIONS: Final = "functions"
+    NUMBER: Final = "number"
+    PID: Final = "pid"
+    STAGE: Final = "stage"
+    EXIT_CODE: Final = "exit_code"
 
 
 def listed(names: type) -> list[str]:

@@ -20,7 +20,7 @@ from ergon_framework.connectors.base import (
     UndecodableError,
 )
 from ergon_framework.connectors.codec import JsonCodec, UnencodableError
-from ergon_framework.connectors.deadletters import NoSuchDeadLetterError
+from ergon_framework.connectors.deadletters import Became
 from ergon_framework.connectors.memory import MemoryConnector
 from ergon_framework.errors import Category
 from ergon_framework.failure import Attempt
@@ -251,26 +251,21 @@ def test_a_dead_letter_can_be_listed_replayed_and_discarded(queue):
         "orders",
     )
     assert queue.fetch_transactions(1) == []
-    assert queue.replay("a") == record
+    assert [result.became for result in queue.replay_dead([record.place])] == [Became.REPLAYED]
     assert queue.dead_letters == []
     (again,) = queue.fetch_transactions(1)
     assert (again.transaction.id, again.transaction.correlation, again.transaction.attempts) == ("a", "basket", 0)
     assert (again.transaction.history, again.deliveries) == ((), 1)
     settle_all(queue, [again], DeadLetter("declined"))
-    assert queue.discard("a").id == "a"
+    (record,) = queue.dead_letters
+    assert [result.became for result in queue.discard_dead([record.place])] == [Became.DISCARDED]
     assert (queue.dead_letters, queue.depth().ready) == ([], 0)
 
 
-def test_replaying_what_is_not_there_is_an_error(queue):
-    for method in (queue.replay, queue.discard):
-        with pytest.raises(NoSuchDeadLetterError, match="'nothing'"):
-            method("nothing")
-
-
-def test_the_oldest_dead_letter_of_an_id_is_replayed_first(queue):
+def test_a_transaction_that_is_dead_twice_has_two_places(queue):
     queue.dispatch([Transaction("a", 1), Transaction("a", 2)])
     settle_all(queue, queue.fetch_transactions(2), DeadLetter("bad"))
-    queue.replay("a")
+    queue.replay_dead([queue.dead_letters[0].place])
     assert [delivery.transaction.payload for delivery in queue.fetch_transactions(2)] == [1]
     assert [record.payload for record in queue.dead_letters] == [2]
 
@@ -291,7 +286,7 @@ def test_what_cannot_be_decoded_is_delivered_with_its_bytes_and_replayed_as_it_c
     settle_all(queue, [bad], DeadLetter("undecodable"))
     (record,) = queue.dead_letters
     assert (record.raw, record.headers, record.payload) == (b"\xff\x00", headers, None)
-    queue.replay(record.id)
+    queue.replay_dead([record.place])
     (again,) = queue.fetch_transactions(1)
     assert (again.transaction.id, again.transaction.payload) == (bad.transaction.id, b"\xff\x00")
     assert again.error is not None
@@ -353,7 +348,7 @@ def test_listeners_are_woken_by_whatever_becomes_available(queue):
     ]:
         queue.settle([(delivery, settlement)])
         assert ear.wakes == wakes
-    queue.replay("d")
+    queue.replay_dead([record.place for record in queue.dead_letters])
     assert ear.wakes == 4
     unlisten()
     queue.dispatch(orders("e"))

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from ergon_framework.connectors.base import Ack, DeadLetter, Delivery, Later, Release, Settlement, SettleResult
-from ergon_framework.connectors.deadletters import NoSuchDeadLetterError
+from ergon_framework.connectors.deadletters import Became, DeadLetterQuery
 from ergon_framework.connectors.memory_log import MemoryLog, Records
 from ergon_framework.connectors.side_store import MemorySideStore
 from ergon_framework.errors import ConnectionLost
@@ -51,11 +51,11 @@ def test_dispatching_nothing_wakes_nobody(log):
 # -- order and partitions -----------------------------------------------------------------------------
 
 
-def test_records_come_in_order_with_partition_offset_and_generation(log):
+def test_records_come_in_order_with_partition_offset_generation_and_turn(log):
     log.dispatch(orders("a", "b", "c"))
     batch = log.fetch_transactions(2)
     assert ids(batch) == ["a", "b"]
-    assert [tuple(delivery.receipt) for delivery in batch] == [(0, 0, 1), (0, 1, 1)]
+    assert [tuple(delivery.receipt) for delivery in batch] == [(0, 0, 1, 1), (0, 1, 1, 2)]
     assert ids(log.fetch_transactions(2)) == ["c"]
     assert log.fetch_transactions(2) == []
 
@@ -271,16 +271,16 @@ def test_dead_letters_are_in_the_side_store_and_are_replayed_to_the_end(log):
     log.dispatch([Transaction("a", {"n": 1}, attempts=3), *orders("b")])
     settle_all(log, log.fetch_transactions(1), DeadLetter("declined"))
     assert [(record.id, record.reason, record.at) for record in log.dead_letters] == [("a", "declined", 1.5e9)]
-    assert log.side.dead_letters == log.dead_letters
-    log.replay("a")
+    assert log.side.list_dead(DeadLetterQuery(), after=None, limit=9) == log.dead_letters
+    log.replay_dead([log.dead_letters[0].place])
     batch = log.fetch_transactions(10)
     assert ids(batch) == ["b", "a"]
     assert batch[1].transaction.attempts == 0
     settle_all(log, batch, DeadLetter("declined"))
-    log.discard("b")
+    first = log.dead_letters[0].place
+    assert [result.became for result in log.discard_dead([first])] == [Became.DISCARDED]
     assert [record.id for record in log.dead_letters] == ["a"]
-    with pytest.raises(NoSuchDeadLetterError, match="'b'"):
-        log.replay("b")
+    assert [result.became for result in log.replay_dead([first])] == [Became.GONE]
 
 
 def test_one_item_spoils_no_other(log):

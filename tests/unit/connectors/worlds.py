@@ -65,6 +65,18 @@ class OnlySync(_Half, Connector):
     def depth(self):
         return self.inner.depth()
 
+    def queued(self, ids):
+        return self.inner.queued(ids)
+
+    def list_dead(self, query, *, after=None, limit=100):
+        return self.inner.list_dead(query, after=after, limit=limit)
+
+    def replay_dead(self, places):
+        return self.inner.replay_dead(places)
+
+    def discard_dead(self, places):
+        return self.inner.discard_dead(places)
+
     def open(self):
         self.inner.open()
 
@@ -89,6 +101,18 @@ class OnlyAsync(_Half, AsyncConnector):
 
     async def depth_async(self):
         return await self.inner.depth_async()
+
+    async def queued_async(self, ids):
+        return await self.inner.queued_async(ids)
+
+    async def list_dead_async(self, query, *, after=None, limit=100):
+        return await self.inner.list_dead_async(query, after=after, limit=limit)
+
+    async def replay_dead_async(self, places):
+        return await self.inner.replay_dead_async(places)
+
+    async def discard_dead_async(self, places):
+        return await self.inner.discard_dead_async(places)
 
     async def open_async(self):
         await self.inner.open_async()

@@ -8,12 +8,14 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from ergon_framework.cli import child, run, summary
 from ergon_framework.cli import main as command
-from ergon_framework.cli import summary
 from ergon_framework.cli.app import app
-from ergon_framework.cli.logs import Fielded
+from ergon_framework.cli.logs import Fielded, Structured
 from ergon_framework.runner.exits import Exit
-from ergon_framework.runner.process import Ended
+from ergon_framework.runner.process import Ended, Order
+from ergon_framework.runner.stages import Stage
+from ergon_framework.runner.supervisor import Ran
 from ergon_framework.task.report import End, Report
 
 APP = """
@@ -106,3 +108,123 @@ def test_the_command_is_the_app(monkeypatch, capsys):
 def test_a_log_line_ends_with_the_fields_that_were_given():
     record = logging.makeLogRecord({"msg": "transaction failed", "transaction_id": "order-3", "tenant": None})
     assert Fielded("%(message)s").format(record) == "transaction failed transaction_id=order-3"
+
+
+# -- several processes, settings and probes -------------------------------------------------------
+
+
+def test_several_processes_are_told_as_one(ergon, tmp_path):
+    # A name that the standard library has too: it must not stand in the way of what a process begins with.
+    (tmp_path / "queue.py").write_text("raise SystemExit(9)", encoding="utf-8")
+    done = ergon("run", "cliapp:charge", "--processes", "2")
+    assert done.exit_code == Exit.OK
+    assert [line.split(maxsplit=1) for line in done.stdout.splitlines()] == [
+        ["charge"],
+        ["ended", "the queue was empty"],
+        ["processes", "2, replaced 0"],
+        ["succeeded", "2"],
+        ["failed", "2"],
+        ["order-2", "BUSINESS: declined [bold] (1 attempt)"],
+        ["order-2", "BUSINESS: declined [bold] (1 attempt)"],
+    ]
+
+
+def test_several_processes_are_one_line_of_json(ergon):
+    told = json.loads(ergon("run", "cliapp:charge", "--processes", "2", "--json").stdout)
+    assert (told["task"], told["exit_code"], told["processes"], told["restarts"]) == ("charge", 0, 2, 0)
+    assert (told["ends"], told["started"], told["counts"]["failed"]) == ({"empty": 2}, 4, 2)
+
+
+def test_why_a_run_was_given_up_is_told_without_a_report(ergon, tmp_path):
+    (tmp_path / "cliapp.py").write_text("import os; os._exit(9)", encoding="utf-8")
+    (tmp_path / "ergon.toml").write_text("[run]\nrestart = {attempts = 1}\n", encoding="utf-8")
+    done = ergon("run", "cliapp:charge", "--processes", "2")
+    assert (done.exit_code, done.stdout) == (Exit.FLAPPING, "")
+    assert "process 1 died 1 times in a row" in done.stderr
+    assert "exit code 9" in done.stderr
+
+
+def test_the_rows_of_several_processes_name_what_was_refused_and_what_still_runs(capsys):
+    report = {"task": "charge", "end": None, "abandoned": 1, "refused": {"expired": 2}}
+    summary.show_all("charge", Ran(Exit.FORCED, [report, report], why="it would not end"))
+    shown = capsys.readouterr().out
+    assert all(text in shown for text in ("it would not end", "still running     2", "refused, expired  4"))
+
+
+def test_the_file_is_obeyed_and_the_options_win(ergon, tmp_path):
+    text = "[tasks.charge.policy.loop]\nlimit = 1\n[run.probes]\nfile = 'probe'\n[logging]\nlevel = 'error'\n"
+    (tmp_path / "other.toml").write_text(text, encoding="utf-8")
+    words = ("run", "cliapp:charge", "--json", "--config", "other.toml")
+    assert json.loads(ergon(*words).stdout)["started"] == 1
+    assert json.loads(ergon(*words, "--limit", "0").stdout)["started"] == 0
+
+
+def test_where_the_probes_are_is_said_when_it_was_left_to_chance(ergon):
+    assert "ergon: probes on http://127.0.0.1:" in ergon("run", "cliapp:charge", "--probe-port", "0").stderr
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (("--streaming", "--once", "--limit", "0"), "give one of the two"),
+        (("--config", "none.toml"), "there is no configuration file none.toml"),
+        (("--probe-file", "none/probe"), "cannot be written"),
+        (("--processes", "0"), "--processes"),
+    ],
+)
+def test_options_that_do_not_fit_are_usage_errors(ergon, words, said):
+    done = ergon("run", "cliapp:charge", *words)
+    assert done.exit_code == Exit.USAGE
+    assert said in " ".join(done.stderr.split())
+
+
+@pytest.mark.spec("RUN-03")
+def test_an_unknown_variable_is_a_usage_error(ergon, monkeypatch):
+    monkeypatch.setenv("ERGON_RUN__PROCESES", "2")
+    done = ergon("run", "cliapp:charge")
+    assert done.exit_code == Exit.USAGE
+    assert "did you mean 'run.processes'?" in done.stderr
+
+
+def test_a_structured_line_is_an_object_with_every_field():
+    record = logging.makeLogRecord(
+        {"name": "app", "msg": "it %s", "args": ("failed",), "levelname": "ERROR", "order": 3, "tenant": None}
+    )
+    try:
+        raise OSError("no route")
+    except OSError:
+        record.exc_info = sys.exc_info()
+    line = json.loads(Structured().format(record))
+    assert (line["event"], line["level"], line["logger"], line["order"]) == ("it failed", "error", "app", 3)
+    assert "OSError: no route" in line["traceback"]
+    assert "tenant" not in line
+
+
+def test_a_stage_is_logged_with_the_process_that_entered_it(caplog):
+    caplog.set_level(logging.INFO)
+    run.enter(Stage.DRAINING)
+    run.enter(Stage.KILLED, number=2)
+    assert [(record.levelname, record.stage) for record in caplog.records] == [
+        ("INFO", "draining"),
+        ("ERROR", "killed"),
+    ]
+    assert caplog.records[1].number == 2
+
+
+def test_an_order_before_anything_was_loaded_ends_the_process_and_later_ones_go_to_it(monkeypatch):
+    left, orders = [], child.Orders()
+
+    class Gone(BaseException): ...
+
+    def leave(code):
+        left.append(code)
+        raise Gone
+
+    monkeypatch.setattr(child.os, "_exit", leave)
+    with pytest.raises(Gone):
+        orders(Order.STOP)
+    assert left == [Exit.OK]
+    heard = []
+    orders.go_to(type("Process", (), {"order": lambda _, order: heard.append(order)})())
+    orders(Order.HURRY)
+    assert heard == [Order.HURRY]

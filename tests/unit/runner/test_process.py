@@ -4,16 +4,22 @@ import os
 import signal
 import sys
 import time
-from threading import Event
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from threading import Event, Thread
 
 import pytest
 
 from ergon_framework import ConfigurationError, ConsumerPolicy, MemoryConnector, Transaction, consumer
+from ergon_framework.errors import ConnectionLost
 from ergon_framework.runner import leaving
 from ergon_framework.runner.exits import Exit
+from ergon_framework.runner.health import Health
 from ergon_framework.runner.leaving import flush, guard, leave
-from ergon_framework.runner.process import Ended, Process
+from ergon_framework.runner.process import Ended, Order, Process
+from ergon_framework.runner.stages import Stage
 from ergon_framework.runner.stopping import Stopping
+from ergon_framework.runner.telling import Teller
 from ergon_framework.task.report import End, Report
 
 
@@ -183,3 +189,233 @@ def test_a_task_that_is_set_up_wrongly_is_a_usage_error(flavour):
 
     ended = Process(made(flavour, lambda: None, lifespan=broken), rules()).run()
     assert ended.exit is Exit.USAGE
+
+
+# -- orders, stages and health --------------------------------------------------------------------
+
+
+def stages_of(process_of):
+    """The stages that a process goes through, and the process."""
+    stages = []
+    return process_of(stages.append), stages
+
+
+def told_all(stages, last):
+    until = time.monotonic() + 10
+    while last not in stages and time.monotonic() < until:
+        time.sleep(0.01)
+    return [stage.value for stage in stages]
+
+
+@pytest.mark.spec("RUN-01", "CON-36")
+def test_an_order_to_stop_is_a_drain_and_every_stage_is_told_in_order(flavour):
+    process, stages = stages_of(
+        lambda told: Process(
+            made(flavour, lambda: (process.order(Order.STOP), told_all(stages, Stage.DRAINING))),
+            rules(streaming=True),
+            on_stage=told,
+            supervised=True,
+        )
+    )
+    ended = process.run()
+    assert (ended.exit, ended.report.end, ended.report.started) == (Exit.OK, End.STOP, 1)
+    assert told_all(stages, Stage.LEAVING) == ["draining", "leaving"]
+
+
+@pytest.mark.spec("RUN-01", "CON-36")
+def test_when_the_drain_is_over_what_is_left_is_released():
+    body = Event()
+    try:
+        process, stages = stages_of(
+            lambda told: Process(
+                made("def", lambda: (process.order(Order.STOP), body.wait())), rules(drain_timeout=0.2), on_stage=told
+            )
+        )
+        assert process.run().exit is Exit.LEFT_BEHIND
+        assert told_all(stages, Stage.LEAVING) == ["draining", "releasing", "leaving"]
+    finally:
+        body.set()
+
+
+@pytest.mark.spec("RUN-01", "CON-36")
+def test_who_does_not_leave_is_told_as_killed():
+    body = Event()
+    try:
+        process, stages = stages_of(
+            lambda told: Process(
+                made("async def", lambda: (process.order(Order.STOP), body.wait())),
+                rules(drain_timeout=0.0),
+                on_stage=told,
+            )
+        )
+        assert process.run().exit is Exit.FORCED
+        assert told_all(stages, Stage.KILLED) == ["draining", "releasing", "killed"]
+    finally:
+        body.set()
+
+
+@pytest.mark.spec("RUN-01", "CON-36")
+def test_an_order_to_hurry_ends_the_drain_even_if_it_is_the_first(flavour):
+    body = Event()
+    try:
+        task = made("def", lambda: (process.order(Order.HURRY), body.wait()))
+        process = Process(task, rules(drain_timeout=60.0), supervised=True)
+        began = time.monotonic()
+        assert process.run().exit is Exit.LEFT_BEHIND
+        assert time.monotonic() - began < 10
+    finally:
+        body.set()
+
+
+@pytest.mark.spec("RUN-01", "CON-36")
+def test_with_a_parent_a_second_signal_hurries_nobody():
+    heard, go = [], Event()
+
+    def told(signal_, times):
+        heard.append(times)
+        if times == 2:
+            go.set()
+        else:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    task = made("def", lambda: (os.kill(os.getpid(), signal.SIGTERM), go.wait(10)))
+    ended = Process(task, rules(drain_timeout=60.0), on_signal=told, supervised=True).run()
+    assert (ended.exit, ended.report.counts["succeeded"], heard) == (Exit.OK, 1, [1, 2])
+
+
+@pytest.mark.spec("RUN-02")
+def test_health_follows_the_run(flavour):
+    seen = []
+    task = made(flavour, lambda: seen.append(process.health()))
+    process = Process(task, rules(limit=1), blocked=60.0)
+    assert process.health() == Health(live=True, ready=False, reasons=("starting",))
+    process.run()
+    assert seen == [Health(live=True, ready=True)]
+    assert process.health() == Health(live=True, ready=False, reasons=("stopping: leaving",))
+
+
+@pytest.mark.spec("RUN-02")
+def test_a_process_whose_slots_are_all_held_is_not_live():
+    body, found = Event(), []
+
+    def look():
+        until = time.monotonic() + 10
+        while process.health().live and time.monotonic() < until:
+            time.sleep(0.01)
+        found.append(process.health())
+        process.order(Order.STOP)
+
+    policy = ConsumerPolicy.load(
+        {
+            "loop": {"concurrency": {"value": 1}, "streaming": True, "drain_timeout": 0.1},
+            "steps": {"process": {"retry": {"timeout": 0.05, "abandon_grace": 0.0, "max_attempts": 1}}},
+        }
+    )
+    try:
+        process = Process(made("def", body.wait), policy)
+        Thread(target=look, daemon=True).start()
+        process.run()
+    finally:
+        body.set()
+    assert (found[0].live, found[0].ready) == (False, False)
+    assert "every slot is held by a handler that timed out" in found[0].reasons[0]
+
+
+@pytest.mark.spec("RUN-02")
+def test_a_process_whose_event_loop_is_held_is_not_live_and_says_what_holds_it():
+    found = []
+
+    def look():
+        until = time.monotonic() + 10
+        while process.health().live and time.monotonic() < until:
+            time.sleep(0.01)
+        found.append(process.health())
+
+    process = Process(made("async def", look), rules(limit=1), blocked=0.1)
+    process.run()
+    assert (found[0].live, found[0].ready) == (False, False)
+    assert "by process of handle_async, in " in found[0].reasons[0]
+
+
+class Away(MemoryConnector):
+    """Has no line until it is let go."""
+
+    def __init__(self):
+        super().__init__("orders")
+        self.found = Event()
+
+    def fetch_transactions(self, batch_size, **extra):
+        if not self.found.is_set():
+            raise ConnectionLost("no line to db:5432, password=hidden")
+        return super().fetch_transactions(batch_size, **extra)
+
+
+@pytest.mark.spec("RUN-02")
+def test_a_process_without_a_line_to_its_broker_is_live_but_not_ready():
+    found = []
+
+    def look():
+        for ready in (False, True):
+            until = time.monotonic() + 10
+            while (seen := process.health()).reasons == ("starting",) or (seen.ready is not ready):
+                if time.monotonic() > until:
+                    break
+                time.sleep(0.01)
+            found.append(seen)
+            queue.found.set()
+        process.order(Order.STOP)
+
+    queue = Away()
+    policy = ConsumerPolicy.load({"loop": {"streaming": True}, "steps": {"fetch": {"retry": {"backoff": 0.01}}}})
+    process = Process(consumer(queue)(lambda order: None), policy)
+    Thread(target=look, daemon=True).start()
+    process.run()
+    away = Health(live=True, ready=False, reasons=("the connector cannot be read: ConnectionLost",))
+    assert found == [away, Health(live=True, ready=True)]
+
+
+@contextmanager
+def life():
+    yield {}
+
+
+@asynccontextmanager
+async def life_async():
+    yield {}
+
+
+@pytest.mark.parametrize(
+    "flavour, span, said",
+    [
+        ("async def", life, "is sync and its handlers are not; declare it with @asynccontextmanager"),
+        ("def", life_async, "is async and its handlers are not; declare it with @contextmanager"),
+    ],
+    indirect=["flavour"],
+)
+def test_a_lifespan_of_the_other_flavour_is_told_in_words(flavour, span, said):
+    ended = Process(made(flavour, lambda: None, lifespan=span), rules()).run()
+    assert ended.exit is Exit.USAGE
+    assert said in str(ended.error)
+
+
+def test_a_type_error_inside_a_lifespan_is_the_users_own(flavour):
+    def broken():
+        raise TypeError("no pool")
+
+    ended = Process(made(flavour, lambda: None, lifespan=broken), rules()).run()
+    assert (ended.exit, str(ended.error)) == (Exit.FAILED, "no pool")
+
+
+@pytest.mark.parametrize("stage", Stage)
+def test_the_guide_lists_every_stage_with_what_happens_in_it(stage):
+    guide = Path(__file__).parents[3] / "docs" / "guides" / "run.md"
+    assert f"| {stage.value} | {stage.meaning} |" in guide.read_text(encoding="utf-8")
+
+
+def test_a_teller_speaks_in_order_and_survives_what_fails():
+    said, done = [], Event()
+    teller = Teller()
+    for call in (lambda: said.append(1), lambda: 1 / 0, lambda: said.append(2), done.set):
+        teller.tell(call)
+    assert done.wait(10)
+    assert said == [1, 2]

@@ -415,15 +415,25 @@ def test_a_body_that_leaves_frees_its_slot_and_its_id() -> None:
 def test_the_last_permitted_delivery_waits_until_nobody_else_runs() -> None:
     loop = Loop(**concurrency(3, max_deliveries=3))
     loop.brings(*items("a", deliveries=2), *items("b", deliveries=3), *items("c"))
-    assert loop.watch.slots() == (1, 0, 2)
+    assert loop.watch.slots() == (1, 0, 1), "c goes back, so that it is not held when b takes the process with it"
     assert loop.waits == (1, NEVER), "nothing more is fetched for it to wait for"
     loop.hears(loop.done(1))
-    assert loop.watch.slots() == (1, 0, 1), "b runs, and c is not started beside it"
     loop.hears(WAKE)
-    assert (loop.waits, loop.watch.slots()) == ((1, NEVER), (1, 0, 1))
-    loop.hears(loop.done(2))
-    assert loop.watch.slots() == (1, 0, 0)
-    assert loop.asked == 2
+    assert (loop.waits, loop.watch.slots()) == ((1, NEVER), (0, 0, 1)), "and b waits until that is settled"
+    assert [(item.delivery.receipt, item.settlement) for item in loop.settling()] == [("c", Release())]
+
+
+@pytest.mark.spec("CNN-11")
+def test_who_waited_behind_the_last_permitted_delivery_may_come_again() -> None:
+    loop = Loop(**concurrency(3, max_deliveries=3))
+    loop.brings(*items("a", key="k", deliveries=3), *items("b", "c", key="l"), *items("d"), *items("e", key="k"))
+    assert loop.watch.slots() == (0, 0, 1)
+    settle(loop)
+    assert loop.hears(*loop.loop.mailbox.take()).watch.slots() == (1, 0, 0)
+    assert loop.waits == (1, NEVER), "nothing is fetched while it runs"
+    loop.hears(loop.done(1))
+    loop.brings(*items("b", "c", key="l"), *items("d"), *items("e", key="k"))
+    assert loop.watch.slots() == (3, 0, 1), "all of them start but the second of a key"
 
 
 def test_the_last_permitted_delivery_waits_until_everybody_else_is_settled() -> None:

@@ -89,6 +89,14 @@ def delivery(name: str, deliveries: int = 1, **fields: Any) -> Delivery:
     return Delivery(Transaction(name, **fields), name, deliveries)
 
 
+@pytest.mark.spec("CNN-14")
+def test_what_the_inbox_knows_is_acked_before_anything_else_is_asked() -> None:
+    world, one = World(), delivery("a", deliveries=99)
+    one.done, one.error = True, UndecodableError("garbage")
+    (item,) = world.takes(one).settling()
+    assert (item.settlement, item.outcome, world.report.refused) == (Ack(), None, {"done": 1})
+
+
 # -- refused --------------------------------------------------------------------------------------
 
 

@@ -146,3 +146,15 @@ def test_a_provider_has_one_registry_and_is_not_kept_alive_by_it():
 
 def test_the_process_has_one_registry_of_its_own():
     assert registry_of() is registry_of()
+
+
+def test_the_level_of_a_queue_is_told_by_task_and_taken_back(registry):
+    registry.level("Relay", {"ready": 3, "dead": 1}, 2.5)
+    registry.level("Relay", {"ready": 2, "dead": 0})
+    assert read(registry, names.QUEUE_DEPTH) == {("Relay", "ready"): 2, ("Relay", "dead"): 0}
+    assert read(registry, names.QUEUE_LAG) == {("Relay",): 0.0}
+    registry.level("Relay", {"ready": 1}, 2.5)
+    assert read(registry, names.QUEUE_LAG) == {("Relay",): 2.5}
+    for _ in range(2):
+        registry.level("Relay", None)
+        assert read(registry, names.QUEUE_DEPTH) == read(registry, names.QUEUE_LAG) == {}

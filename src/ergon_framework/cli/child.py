@@ -1,0 +1,94 @@
+"""One of several processes: the same run, with a parent on the line instead of a summary at the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from functools import partial
+from threading import Lock, Thread
+from typing import Any
+
+import typer
+
+from ergon_framework.cli.run import Options, enter, load, prepare, tell
+from ergon_framework.cli.summary import told
+from ergon_framework.errors import ConfigurationError
+from ergon_framework.runner.exits import Exit
+from ergon_framework.runner.leaving import flush, guard, leave
+from ergon_framework.runner.lifeline import Lifeline
+from ergon_framework.runner.process import Order, Process
+from ergon_framework.runner.signals import STOPPING
+
+
+class Orders:
+    """Hands the parent's orders to the process; before there is one, nothing was fetched and it may just go."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._process: Process | None = None
+
+    def __call__(self, order: Order) -> None:
+        with self._lock:
+            if self._process is None:
+                os._exit(Exit.OK)
+            self._process.order(order)
+
+    def go_to(self, process: Process) -> None:
+        with self._lock:
+            self._process = process
+
+
+def main(given: str) -> int:
+    """Run the task that *given*, the parent's words, describes; the exit code."""
+    words = json.loads(given)
+    orders, line = Orders(), Lifeline(words["orders"], words["reports"])
+    line.listen(orders)
+    for number in STOPPING:
+        signal.signal(number, lambda *_: os._exit(Exit.OK))
+    options = Options(**words["options"])
+    try:
+        found = options.settings()
+        prepare(options, found)
+        task, rules = load(options, found)
+    except ConfigurationError as error:
+        typer.echo(f"ergon: {error}", err=True)
+        return Exit.USAGE
+    process = Process(
+        task,
+        rules,
+        on_stage=partial(enter, number=words["number"]),
+        supervised=True,
+        blocked=found.run.probes.blocked,
+    )
+    orders.go_to(process)
+    line.report("loaded", {"drain": rules.loop.drain_timeout})
+    Thread(target=_beat, args=(line, process, found.run.probes.interval), name="ergon-beat", daemon=True).start()
+    ended = process.run()
+    guard(ended)
+    tell(ended)
+    line.report("ended", told(task.name, ended))
+    flush(ended)
+    return leave(ended)
+
+
+def _beat(line: Lifeline, process: Process, interval: float) -> None:
+    """Tell the parent how it is, at once when that changes and again and again while it does not."""
+    last: dict[str, Any] = {}
+    since = 0.0
+    while True:
+        health = process.health().told()
+        now = time.monotonic()
+        if health != last or now - since >= interval:
+            line.report("health", health)
+            last, since = health, now
+        time.sleep(min(interval, LOOK))
+
+
+#: How often a process looks at itself.
+LOOK = 0.1
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

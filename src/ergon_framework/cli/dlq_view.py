@@ -1,0 +1,116 @@
+"""Dead letters as a person or a program reads them; the payload only for whoever asks for it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ergon_framework.cli.summary import tell
+from ergon_framework.connectors.deadletters import DeadLetterRecord
+
+#: The longest text in a cell of a list; `show` has the whole one.
+CELL = 60
+#: The longest payload that is shown; JSON has the whole one.
+LONGEST = 10_000
+_CONTENT = {"payload", "raw", "headers"}
+
+
+def as_line(record: DeadLetterRecord, *, payload: bool) -> str:
+    """*record* as one line of JSON; bytes are written in base64."""
+    line = record.model_dump(mode="json", exclude=_CONTENT)
+    if payload:
+        line["headers"] = record.headers
+        try:
+            content = record.model_dump(mode="json", include=_CONTENT, fallback=repr)
+            return json.dumps(line | content, allow_nan=False)
+        except ValueError:  # what JSON has no words for, in an object that never crossed a wire
+            line["payload"] = repr(record.payload)
+    return json.dumps(line)
+
+
+def show_list(records: Sequence[DeadLetterRecord], *, payload: bool) -> None:
+    """Print one line each."""
+    heads = ["place", "died", "id", "reason", "type", "attempts", "error", *(["payload"] if payload else [])]
+    rows = [list(_cells(record, payload=payload)) for record in records]
+    if sys.stdout.isatty():
+        table = Table(*heads)
+        for row in rows:
+            # Text, because what a message carries is no markup.
+            table.add_row(*(Text(cell) for cell in row))
+        Console().print(table)
+        return
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    for row in (heads, *rows):
+        typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def show_one(record: DeadLetterRecord, *, payload: bool) -> None:
+    """Print everything about *record*."""
+    rows = [(what, clean(str(how), LONGEST)) for what, how in _facts(record) if how not in (None, "", ())]
+    if payload:
+        rows += [("header", clean(f"{name}: {value}", LONGEST)) for name, value in record.headers.items()]
+        rows.append(("payload", clean(_payload(record), LONGEST)))
+    tell(clean(record.id, LONGEST), rows)
+
+
+def clean(text: str, longest: int) -> str:
+    """*text* on one line, no longer than that, and with nothing in it that a terminal would obey."""
+    short = text if len(text) <= longest else text[: longest - 1] + "…"
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in short)
+
+
+def told(at: float, timespec: str = "seconds") -> str:
+    """A moment as people read it, in UTC."""
+    try:
+        return datetime.fromtimestamp(at, UTC).isoformat(timespec=timespec).replace("+00:00", "Z")
+    except (ValueError, OverflowError, OSError):  # some other program wrote it
+        return str(at)
+
+
+def _cells(record: DeadLetterRecord, *, payload: bool) -> Iterator[str]:
+    failure = record.failure
+    # Whole where it may be wanted for a filter, short where it is only to be read.
+    yield from (record.place, told(record.at), *(clean(cell, LONGEST) for cell in (record.id, record.reason)))
+    yield clean(record.envelope.type, LONGEST)
+    yield str(record.envelope.attempts if failure is None else failure.attempts)
+    yield "" if failure is None else clean(f"{failure.error_type}: {failure.error_message}", CELL)
+    if payload:
+        yield clean(_payload(record), CELL)
+
+
+def _facts(record: DeadLetterRecord) -> Iterator[tuple[str, Any]]:
+    envelope, failure = record.envelope, record.failure
+    yield from (("queue", record.queue), ("place", record.place), ("died", told(record.at)), ("reason", record.reason))
+    if failure is not None:
+        yield from (("task", failure.task_name), ("step", failure.step), ("category", failure.category))
+        yield "error", f"{failure.error_type}: {failure.error_message}"
+        yield "attempts", failure.attempts
+    yield "deliveries", record.deliveries
+    yield from ((name, getattr(envelope, name)) for name in ("source", "type", "key", "tenant", "correlation"))
+    yield "causation", envelope.causation
+    yield "created", None if envelope.created_at is None else told(envelope.created_at)
+    yield "expires", None if envelope.expires_at is None else told(envelope.expires_at)
+    yield "trace", record.trace_id
+    for past in envelope.history if failure is None else failure.history:
+        yield f"attempt {past.attempt}", f"{told(past.at)} {past.category} {past.code or ''} {past.error}"
+
+
+def _payload(record: DeadLetterRecord) -> str:
+    if record.raw is not None:
+        return repr(record.raw[:LONGEST])
+    return record.payload if isinstance(record.payload, str) else _dumped(record.payload)
+
+
+def _dumped(payload: Any) -> str:
+    try:
+        return json.dumps(payload, default=repr, ensure_ascii=False)
+    except (TypeError, ValueError):  # keys that are no text, or a circle
+        return repr(payload)

@@ -1,0 +1,133 @@
+"""Burials: the dead letters of a queue, listed, replayed and thrown away where they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any, Final
+
+from ergon_framework.connectors.base import ConnectorError, DeadLetter, Delivery
+from ergon_framework.connectors.codec import Codec, decode
+from ergon_framework.connectors.deadletters import (
+    Became,
+    DeadLetterQuery,
+    DeadLetterRecord,
+    ReplayResult,
+    number,
+)
+from ergon_framework.connectors.postgres.headers import texts
+from ergon_framework.connectors.postgres.operation import Operation, Query
+from ergon_framework.failure import Failure
+from ergon_framework.transaction import Transaction
+
+_COLUMNS: Final = {
+    "id": "transaction_id",
+    "reason": "reason",
+    "type": "type",
+    "key": "key",
+    "tenant": "tenant",
+    "correlation": "correlation",
+    "task": "task",
+    "error_type": "error_type",
+    "category": "category",
+}
+
+_LIST: Final = """
+select id, transaction_id, reason, extract(epoch from at)::float8, deliveries, readable, failure, headers, body
+from ergon.dead_letter where queue = %(queue)s and id > %(after)s {where} order by id limit %(limit)s
+"""
+
+#: Moved inside the database, in one statement: a crash finds it here or there.
+_REPLAY: Final = """
+with dead as materialized (
+    delete from ergon.dead_letter where queue = %(queue)s and id = any(%(ids)s)
+    returning id, transaction_id, key, priority, headers, body
+),
+content as (
+    insert into ergon.content (queue, priority, transaction_id, key, headers, body)
+    select %(queue)s, priority, transaction_id, key,
+        case jsonb_typeof(headers) when 'object' then headers - 'ergon-attempts' - 'ergon-history' else headers end,
+        body
+    from dead order by id
+    returning id, queue, priority, key
+),
+ready as (
+    insert into ergon.ready (id, queue, rank, key) select id, queue, -priority, key from content
+)
+select id from dead
+"""
+
+_DISCARD: Final = "delete from ergon.dead_letter where queue = %(queue)s and id = any(%(ids)s) returning id"
+
+_QUEUED: Final = """
+select distinct transaction_id from ergon.content where queue = %(queue)s and transaction_id = any(%(ids)s)
+"""
+
+
+def listed(
+    queue: int, name: str, codec: Codec, query: DeadLetterQuery, *, after: str | None, limit: int
+) -> Operation[Sequence[DeadLetterRecord]]:
+    """One page of the dead letters that *query* means."""
+    given: dict[str, Any] = {"queue": queue, "after": 0 if after is None else number(after), "limit": limit}
+    where = ""
+    for field, column in _COLUMNS.items():
+        wanted = getattr(query, field)
+        if wanted is not None:
+            where += f" and {column} = %({field})s"
+            given[field] = str(wanted)
+    for field, sign in (("since", ">="), ("until", "<")):
+        moment = getattr(query, field)
+        if moment is not None:
+            where += f" and at {sign} %({field})s"
+            given[field] = datetime.fromtimestamp(moment, UTC)
+    rows = yield Query(_LIST.format(where=where), given)
+    return [_record(row, name, codec) for row in rows]
+
+
+def _record(row: Sequence[Any], name: str, codec: Codec) -> DeadLetterRecord:
+    place, transaction_id, reason, at, deliveries, readable, failure, headers, body = row
+    headers = texts(headers)
+    transaction, error = decode(codec, body, headers, source=name)
+    if not readable or error is not None:
+        transaction = Transaction(transaction_id, body, source=name)
+    letter = DeadLetter(reason, None if failure is None else Failure.model_validate_json(failure))
+    delivery = Delivery(transaction, place, deliveries)
+    kept = None if readable and error is None else headers
+    return DeadLetterRecord.of(delivery, letter, queue=name, at=at, headers=kept, place=str(place))
+
+
+def replayed(queue: int, places: Sequence[str]) -> Operation[Sequence[ReplayResult]]:
+    """Back into the queue, with nothing counted against them."""
+    return (yield from _moved(_REPLAY, queue, places, Became.REPLAYED))
+
+
+def discarded(queue: int, places: Sequence[str]) -> Operation[Sequence[ReplayResult]]:
+    """Away."""
+    return (yield from _moved(_DISCARD, queue, places, Became.DISCARDED))
+
+
+def _moved(sql: str, queue: int, places: Sequence[str], became: Became) -> Operation[Sequence[ReplayResult]]:
+    ids = {place: _id(place) for place in places}
+    rows = yield Query(sql, {"queue": queue, "ids": [place_id for place_id in ids.values() if place_id is not None]})
+    moved = {row[0] for row in rows}
+    results = []
+    for place in places:
+        there = ids[place] in moved
+        # Named twice it is moved once.
+        moved.discard(ids[place])
+        results.append(ReplayResult(place, became if there else Became.GONE))
+    return results
+
+
+def _id(place: str) -> int | None:
+    """The number of *place*; None for what no dead letter here can have as its place."""
+    try:
+        return number(place)
+    except ConnectorError:
+        return None
+
+
+def queued(queue: int, ids: Sequence[str]) -> Operation[set[str]]:
+    """Which of these transactions are in the queue."""
+    rows = yield Query(_QUEUED, {"queue": queue, "ids": list(ids)})
+    return {row[0] for row in rows}

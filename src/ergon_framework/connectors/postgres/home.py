@@ -1,0 +1,99 @@
+"""Home: what all queues of one database share in this process: its lines, its instance, its doorbell."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from typing import Final
+
+from ergon_framework.connectors.postgres import statements
+from ergon_framework.connectors.postgres.doorbell import Doorbell
+from ergon_framework.connectors.postgres.durability import Durability, judged
+from ergon_framework.connectors.postgres.lines import Lines
+from ergon_framework.connectors.postgres.operation import BEGIN, COMMIT, Operation, Query
+from ergon_framework.connectors.postgres.tenure import Tenure
+from ergon_framework.errors import ConfigurationError
+from ergon_framework.schema.revisions import NEEDED, suffices
+
+_log = logging.getLogger(__name__)
+_homes: dict[tuple[str, float, int], Home] = {}
+_making = threading.Lock()
+
+#: Seconds between two looks for what is held by nobody at all.
+_STRAYS: Final = 600.0
+
+
+class Home:
+    """One database, as this process knows it."""
+
+    def __init__(self, dsn: str, lease: float) -> None:
+        self.lines = Lines(dsn)
+        self.tenure = Tenure(lease)
+        self.doorbell = Doorbell(self.lines)
+        #: None before anybody has looked.
+        self.durability: Durability | None = None
+        self.users = 0
+        self._reaped = float("-inf")
+        self._strays = time.monotonic()
+
+    def checked(self) -> Operation[None]:
+        """Once per process: is the schema there, and what is a commit worth here."""
+        if self.durability is not None:
+            return
+        found = yield Query(statements.REVISION)
+        revision = found[0][0] if found else None
+        if not suffices(revision):
+            raise ConfigurationError(
+                f"the database is at revision {revision or 'none'}, this release needs {NEEDED}; run: ergon db upgrade"
+            )
+        rows = yield Query(statements.SETTINGS)
+        self.durability = judged(dict(rows))
+        level = logging.INFO if self.durability.durable else logging.WARNING
+        _log.log(
+            level, "postgres durability", extra={"durable": self.durability.durable, "words": self.durability.words}
+        )
+
+    def reaped(self) -> Operation[bool]:
+        """Take back what dead instances hold, now and then; whether anything became ready."""
+        now = time.monotonic()
+        if now < self._reaped + min(self.tenure.lease / 4, 5.0):
+            return False
+        self._reaped = now
+        found = False
+        if (yield Query(statements.EXPIRED)):
+            yield BEGIN
+            buried = yield Query(statements.BURY_WORKERS)
+            if buried:
+                yield Query(statements.REAP, {"workers": [row[0] for row in buried]})
+                found = True
+            yield COMMIT
+        if now >= self._strays + _STRAYS:
+            self._strays = now
+            yield Query(statements.REAP_STRAYS)
+            yield Query(statements.FORGET_SLEEPERS)
+        return found
+
+
+def home_of(dsn: str, lease: float) -> Home:
+    """The home of *dsn*, one per process however many queues live in it; give it back with ``leave``."""
+    with _making:
+        where = dsn, lease, os.getpid()
+        home = _homes.get(where)
+        if home is None:
+            home = _homes[where] = Home(dsn, lease)
+        home.users += 1
+        return home
+
+
+def leave(home: Home) -> bool:
+    """One user less; True for the last one, who turns off the light."""
+    with _making:
+        home.users -= 1
+        if home.users > 0:
+            return False
+        for where, known in list(_homes.items()):
+            if known is home:
+                del _homes[where]
+        return True

@@ -1,0 +1,134 @@
+"""Settings: what ``ergon.toml`` and the environment say, as one frozen tree that refuses what it does not know.
+
+The environment wins over the file. Where a value came from is kept until it has been checked, so
+that an error can say which line of which of the two has to be mended.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import Field, ValidationError
+
+from ergon_framework.engine import backoff as waiting
+from ergon_framework.errors import ConfigurationError
+from ergon_framework.runner import sources
+from ergon_framework.task.mixins.policies import ConsumerPolicy, Count, Policy, Seconds, TimeLimit
+
+#: More processes than this on one machine is a slip of the hand.
+PROCESSES = 1024
+
+Level: TypeAlias = Literal["debug", "info", "warning", "error"]
+Port: TypeAlias = Annotated[int, Field(ge=0, le=65535)]
+
+
+class RestartSettings(Policy):
+    """How a process that died is replaced."""
+
+    backoff: Seconds = Field(default=0.5, description="Seconds to wait before the first replacement.")
+    multiplier: float = Field(default=2.0, ge=1, description="Factor by which each wait exceeds the one before.")
+    cap: Seconds = Field(default=30.0, description="Longest wait in seconds; 0 means no cap.")
+    steady: Seconds = Field(default=10.0, description="Seconds a process must have run for its death not to be quick.")
+    attempts: Count = Field(default=5, description="Quick deaths in a row of one process that end the run.")
+
+    def delay(self, deaths: int) -> float:
+        """Seconds to wait after that many quick deaths in a row, the first being 0."""
+        return waiting.delay(deaths, backoff=self.backoff, multiplier=self.multiplier, cap=self.cap)
+
+
+class ProbeSettings(Policy):
+    """How a run says that it is live and ready."""
+
+    host: str = Field(default="127.0.0.1", min_length=1, description="The address that answers /live and /ready.")
+    port: Port | None = Field(default=None, description="Its port; 0 takes any free one, null answers nobody.")
+    file: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None, description="A file that is written anew with every look; null writes none."
+    )
+    interval: Annotated[float, Field(gt=0, le=60)] = Field(default=1.0, description="Seconds between two looks.")
+    blocked: TimeLimit = Field(
+        default=5.0, description="Seconds a handler may block the event loop before the process is not live."
+    )
+    silent: Annotated[float, Field(gt=0)] = Field(
+        default=15.0, description="Seconds a process may say nothing to its parent before it is not live."
+    )
+
+
+class RunSettings(Policy):
+    """How ``ergon run`` runs."""
+
+    processes: Annotated[int, Field(ge=1, le=PROCESSES)] = Field(default=1, description="How many run the task.")
+    drain_timeout: Seconds | None = Field(
+        default=None, description="Seconds running work is given to end; null: as the task's policy says."
+    )
+    restart: RestartSettings = Field(default=RestartSettings(), description="How the dead are replaced.")
+    probes: ProbeSettings = Field(default=ProbeSettings(), description="How it says that it is live and ready.")
+
+
+class TaskSettings(Policy):
+    """What is said about one task."""
+
+    policy: Mapping[str, Any] = Field(
+        default_factory=dict, repr=False, description="The keys of its policy that are to differ."
+    )
+
+
+class LoggingSettings(Policy):
+    """How the command logs to stderr."""
+
+    level: Level = Field(default="warning", description="The least that is logged.")
+    format: Literal["text", "json"] = Field(default="text", description="A line for people, or an object for machines.")
+
+
+class PostgresSettings(Policy):
+    """The database."""
+
+    dsn: str | None = Field(
+        default=None, repr=False, description="Its address; one with a password is never in a file."
+    )
+
+
+class Settings(Policy):
+    """Everything that can be configured from outside the program."""
+
+    run: RunSettings = Field(default=RunSettings(), description="How ergon run runs.")
+    tasks: Mapping[str, TaskSettings] = Field(default_factory=dict, description="By the name of the task.")
+    logging: LoggingSettings = Field(default=LoggingSettings(), description="How the command logs.")
+    postgres: PostgresSettings = Field(default=PostgresSettings(), description="The database.")
+
+    def policy(self, task: str, own: ConsumerPolicy) -> ConsumerPolicy:
+        """*own*, with what is said about the task called *task*."""
+        # The environment knows no capitals, so neither does a name.
+        changes = [given.policy for name, given in self.tasks.items() if name.casefold() == task.casefold()]
+        merged: dict[str, Any] = own.model_dump()
+        for change in changes:
+            merged = sources.merged(merged, change)
+        try:
+            policy = ConsumerPolicy.load(merged) if changes else own
+        except ConfigurationError as error:
+            raise ConfigurationError(f"the settings of the task {task!r}: {error}") from error
+        if self.run.drain_timeout is None:
+            return policy
+        loop = policy.loop.model_copy(update={"drain_timeout": self.run.drain_timeout})
+        return policy.model_copy(update={"loop": loop})
+
+
+def settings(path: Path | None = None, environ: Mapping[str, str] | None = None) -> Settings:
+    """What *path*, or ``ergon.toml`` in the current folder, and *environ*, or the process's own, say."""
+    file = sources.from_file(path if path is not None else Path(sources.NAME), needed=path is not None)
+    given = file.under(sources.from_environment(os.environ if environ is None else environ, Settings, SHAPES))
+    faults = sources.unknown(given, Settings, SHAPES)
+    if faults:
+        raise ConfigurationError("; ".join(faults))
+    try:
+        return Settings.model_validate(given.tree)
+    except ValidationError as error:
+        raise ConfigurationError(sources.explained(error, given)) from error
+
+
+#: What stands behind a key that its own type does not tell.
+SHAPES: Mapping[tuple[type[Policy], str], type[Policy]] = {
+    (TaskSettings, "policy"): ConsumerPolicy,
+}

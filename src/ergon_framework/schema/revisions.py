@@ -1,0 +1,19 @@
+"""Which schema this release needs; read without any library, because every connector asks it."""
+
+from __future__ import annotations
+
+from typing import Final
+
+#: The schema that all tables live in.
+SCHEMA: Final = "ergon"
+#: The chain of migrations, the oldest first. Each leaves the tables usable for the release before it.
+CHAIN: Final = ("0001",)
+#: The oldest revision that this release can work on.
+NEEDED: Final = "0001"
+
+
+def suffices(found: str | None) -> bool:
+    """Whether a database at revision *found* will do; one that this release does not know is newer, and does."""
+    if found is None:
+        return False
+    return found not in CHAIN or CHAIN.index(found) >= CHAIN.index(NEEDED)

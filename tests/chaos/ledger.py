@@ -1,0 +1,157 @@
+"""Ledger: what really happened to every message, written by triggers inside the server, whoever did it.
+
+It is the other witness: the journals say what workers believed, the ledger what was so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import psycopg
+
+SCHEMA = """
+create schema chaos;
+create table chaos.effect (id text not null, worker text not null, at timestamptz not null default clock_timestamp());
+create table chaos.sent (place bigint not null, id text not null, at timestamptz not null default clock_timestamp());
+create index on chaos.sent (id);
+create table chaos.step (
+    seq bigint generated always as identity, place bigint not null, what text not null, worker bigint, token bigint,
+    at timestamptz not null default clock_timestamp(), by text not null default current_setting('application_name')
+);
+create table chaos.burial (
+    worker bigint not null, alive_until timestamptz not null,
+    at timestamptz not null default clock_timestamp(), by text not null default current_setting('application_name')
+);
+
+create function chaos.on_content() returns trigger language plpgsql as $$ begin
+    if tg_op = 'INSERT' then
+        insert into chaos.sent (place, id) values (new.id, new.transaction_id);
+    else
+        insert into chaos.step (place, what) values (old.id, 'gone');
+    end if;
+    return null;
+end $$;
+create trigger chaos after insert or delete on ergon.content for each row execute function chaos.on_content();
+
+-- taken: by somebody who has buried the holder because its time was over. back: given back by the holder.
+create function chaos.on_held() returns trigger language plpgsql as $$
+declare
+    before bigint[] := case when tg_op = 'INSERT' then '{}' else old.ids end;
+    after bigint[] := case when tg_op = 'DELETE' then '{}' else new.ids end;
+begin
+    if tg_op <> 'INSERT' then
+        insert into chaos.step (place, what, worker, token)
+        select c.id,
+            case when exists (select 1 from ergon.worker w where w.id = old.worker) then 'back' else 'taken' end,
+            old.worker, old.token
+        from ergon.content c where c.id = any(before) and c.id <> all(after);
+    end if;
+    if tg_op <> 'DELETE' then
+        insert into chaos.step (place, what, worker, token)
+        select id, 'claim', new.worker, new.token from unnest(after) as i(id) where id <> all(before);
+    end if;
+    return null;
+end $$;
+create trigger chaos after insert or update or delete on ergon.held for each row execute function chaos.on_held();
+
+create function chaos.on_worker() returns trigger language plpgsql as $$ begin
+    insert into chaos.burial (worker, alive_until) values (old.id, old.alive_until);
+    return null;
+end $$;
+create trigger chaos after delete on ergon.worker for each row execute function chaos.on_worker();
+"""
+
+#: A claim: message, worker instance, token.
+Claim = tuple[int, int, int]
+
+
+@dataclass
+class Step:
+    """One thing that happened to a claim; *seq* orders what happened to one message."""
+
+    seq: int
+    what: str
+    at: float
+    by: str
+
+
+@dataclass
+class Ledger:
+    """All that the server knows at the end."""
+
+    #: Message number -> transaction id.
+    sent: dict[int, str] = field(default_factory=dict)
+    effects: list[str] = field(default_factory=list)
+    #: Transaction id, reason, deliveries, body.
+    dead: list[tuple[str, str, int, bytes]] = field(default_factory=list)
+    left: list[int] = field(default_factory=list)
+    made: dict[Claim, Step] = field(default_factory=dict)
+    ended: dict[Claim, Step] = field(default_factory=dict)
+    #: Messages that went away while nobody held them.
+    removed: list[int] = field(default_factory=list)
+    #: What was claimed while it was held, or given back or taken from somebody who did not hold it.
+    odd: list[str] = field(default_factory=list)
+    #: Worker instance -> until when it was alive, when it was buried, by whom.
+    burials: dict[int, tuple[float, float, str]] = field(default_factory=dict)
+
+
+def prepare(dsn: str) -> None:
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        connection.execute(SCHEMA)
+
+
+def arrived(connection: psycopg.Connection[Any], ids: list[str]) -> set[str]:
+    """Which of *ids* were ever sent."""
+    return {row[0] for row in connection.execute("select id from chaos.sent where id = any(%s)", (ids,))}
+
+
+def read(dsn: str) -> Ledger:
+    found = Ledger()
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        found.sent = dict(connection.execute("select place, id from chaos.sent").fetchall())
+        found.effects = [row[0] for row in connection.execute("select id from chaos.effect")]
+        found.left = [row[0] for row in connection.execute("select id from ergon.content")]
+        found.dead = connection.execute(
+            "select transaction_id, reason, deliveries, body from ergon.dead_letter order by id"
+        ).fetchall()
+        steps = (
+            "select seq, place, what, worker, token, extract(epoch from at)::float8, by from chaos.step order by seq"
+        )
+        _follow(found, connection.execute(steps))
+        burials = connection.execute(
+            "select worker, extract(epoch from alive_until)::float8, extract(epoch from at)::float8, by "
+            "from chaos.burial"
+        )
+        found.burials = {worker: (until, at, by) for worker, until, at, by in burials}
+    return found
+
+
+def _follow(found: Ledger, steps: Iterable[tuple[Any, ...]]) -> None:
+    """Whose each message was, one step after the other."""
+    holding: dict[int, Claim] = {}
+    for seq, place, what, worker, token, at, by in steps:
+        step, held = Step(seq, what, at, by), holding.get(place)
+        if what == "claim":
+            if held is not None:
+                found.odd.append(f"{place} claimed by {worker}-{token} while {held} held it")
+            holding[place] = (place, worker, token)
+            found.made[place, worker, token] = step
+        elif held is None:
+            found.removed.append(place)
+        else:
+            if what != "gone" and held != (place, worker, token):
+                found.odd.append(f"{place} {what} from {worker}-{token} while {held} held it")
+            found.ended[held] = step
+            del holding[place]
+
+
+def count(connection: psycopg.Connection[Any]) -> tuple[int, int, int]:
+    """How many messages are left, how many of them are held, and how many effects there are."""
+    row = connection.execute(
+        "select (select count(*) from ergon.content), (select count(*) from chaos.effect), "
+        "(select count(*) from ergon.held h cross join unnest(h.ids) as i(id) join ergon.content c on c.id = i.id)"
+    ).fetchone()
+    assert row is not None
+    return row[0], row[2], row[1]

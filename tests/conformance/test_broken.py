@@ -1,0 +1,123 @@
+"""Each connector that is broken in one way fails the checks of that way, and no other."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from ergon_framework.connectors.codec import JsonCodec
+from ergon_framework.testing.conformance.connector import CHECKS, Result, mark
+from tests.conformance import broken
+from tests.conformance.candidates import MemoryCandidate
+
+#: What is broken -> the checks that it must fail, all of them and no others.
+FAILS = {
+    broken.BuriesWithoutBytes: {
+        "what_cannot_be_read_is_a_dead_letter_with_its_bytes",
+        "what_cannot_be_read_stops_no_loop",
+    },
+    broken.ChangesTheId: {
+        "the_envelope_arrives_and_stays_the_same",
+        "a_claim_that_nobody_renews_goes_to_another",
+        "past_the_cap_of_deliveries_it_is_a_dead_letter",
+    },
+    broken.ComesTooEarly: {
+        "what_is_put_off_comes_after_its_delay",
+        "a_delay_outlives_the_client_that_asked_for_it",
+    },
+    broken.ConfirmsTooEarly: {"what_is_confirmed_is_there", "each_settlement_has_its_own_result"},
+    broken.ConfirmsWithoutTheServer: {
+        "every_call_says_so_when_the_server_is_stopped",
+        "dispatching_loses_nothing_when_the_server_is_stopped",
+    },
+    broken.CountsNoCrash: {
+        "a_crash_costs_exactly_one_delivery",
+        "what_a_crash_has_cost_stays_counted",
+        "past_the_cap_of_deliveries_it_is_a_dead_letter",
+    },
+    broken.CountsReleases: {
+        "a_release_costs_nothing",
+        "what_a_crash_has_cost_stays_counted",
+        "a_stop_gives_the_rest_back_at_no_cost",
+    },
+    broken.DropsTheCorrelation: {
+        "the_envelope_arrives_and_stays_the_same",
+        "a_dead_letter_keeps_the_message_and_the_reason",
+        "dead_letters_are_listed_page_by_page",
+        "a_replayed_dead_letter_starts_anew",
+    },
+    broken.ExtendsWhatIsGone: {"a_lost_claim_is_reported", "what_is_settled_cannot_be_renewed"},
+    broken.ForgetsLater: {
+        "what_is_put_off_comes_after_its_delay",
+        "what_is_put_off_keeps_attempts_and_history",
+        "putting_off_costs_no_delivery",
+        "a_delay_outlives_the_client_that_asked_for_it",
+        "the_depth_is_what_is_there",
+        "each_transaction_of_a_loop_ends_exactly_once",
+    },
+    broken.HandsOutMore: {
+        "a_fetch_brings_no_more_than_it_asks_for",
+        "no_claim_is_handed_out_twice",
+        "the_depth_is_what_is_there",
+        "fetching_loses_nothing_when_the_server_is_stopped",
+    },
+    broken.HandsOutTwice: {"no_claim_is_handed_out_twice"},
+    broken.IgnoresTokens: {
+        "a_stale_claim_settles_nothing",
+        "a_stale_claim_of_the_same_client_settles_nothing",
+    },
+    broken.KeepsWaiting: {"closing_ends_a_waiting_fetch"},
+    broken.LosesAttempts: {
+        "what_is_put_off_keeps_attempts_and_history",
+        "a_delay_outlives_the_client_that_asked_for_it",
+        "the_envelope_arrives_and_stays_the_same",
+    },
+    broken.NeverRenews: {
+        "renewal_keeps_a_claim_beyond_its_lease",
+        "a_loop_renews_what_takes_longer_than_its_lease",
+    },
+    broken.ReplaysTheCounts: {"a_replayed_dead_letter_starts_anew"},
+    broken.SaysNothingIsThere: {
+        "every_call_says_so_when_the_server_is_stopped",
+        "a_waiting_fetch_says_so_when_the_server_is_stopped",
+    },
+    broken.SettlesWithoutTheServer: {
+        "every_call_says_so_when_the_server_is_stopped",
+        "settling_loses_nothing_when_the_server_is_stopped",
+    },
+    broken.SpoilsNeighbours: {"an_unknown_settlement_spoils_no_neighbour"},
+    broken.WakesNobody: {"a_listener_is_woken_by_a_dispatch"},
+}
+
+
+class Impatient(MemoryCandidate):
+    """A candidate whose failures are not waited for as long as those of a real server."""
+
+    arrival = 3.0
+    patience = 5.0
+
+    def client(self, queue, *, lease):
+        known = queue in self._queues
+        client = super().client(queue, lease=lease)
+        if not known and hasattr(client, "hide"):
+            client.hide()
+        return client
+
+
+def failed(kind, variant):
+    def sit(check):
+        return mark(check, Impatient(kind, codec=JsonCodec(max_bytes=4096)), variant)
+
+    # Checks wait much and work little, and each has a candidate of its own.
+    with ThreadPoolExecutor(6) as threads:
+        return {got.check: got.reason for got in threads.map(sit, CHECKS) if got.result is Result.FAILED}
+
+
+def test_a_sound_connector_fails_nothing():
+    assert failed(broken.MemoryConnector, "async") == {}
+
+
+@pytest.mark.parametrize("kind", FAILS, ids=lambda kind: kind.__name__)
+def test_a_broken_connector_fails_what_it_breaks(kind):
+    assert set(failed(kind, "sync")) == FAILS[kind]

@@ -1,0 +1,74 @@
+"""What a worker of a release does with a database, from dispatch to replay: smoke.py DSN; packed with the release."""
+
+from __future__ import annotations
+
+import sys
+
+from ergon_framework.connectors.base import Ack, DeadLetter, Later, Release, SettleResult
+from ergon_framework.connectors.deadletters import Became, DeadLetterQuery
+from ergon_framework.connectors.postgres import PostgresQueue
+from ergon_framework.transaction import Transaction
+
+
+def exercise(dsn: str) -> None:
+    """Everything that a queue promises, once; AssertionError where it does not hold."""
+    queue = PostgresQueue("smoke", dsn=dsn, inbox=True, dead_days=1, priority=lambda one: int(one.type == "urgent"))
+    queue.open()
+    try:
+        _deliver(queue)
+        _bury_and_replay(queue)
+        _remember(queue)
+        depth = queue.depth()
+        assert (depth.ready, depth.delayed, depth.in_flight, depth.dead) == (0, 0, 0, 0), depth
+    finally:
+        queue.close()
+
+
+def _deliver(queue: PostgresQueue) -> None:
+    """The urgent one first, one of a key at a time, and back again by a release and a delay."""
+    sent = [
+        Transaction("plain", {"n": 1}),
+        Transaction("urgent", {"n": 2}, type="urgent"),
+        Transaction("first", {"n": 3}, key="k"),
+        Transaction("second", {"n": 4}, key="k"),
+    ]
+    assert [confirmed.transaction_id for confirmed in queue.dispatch(sent)] == ["plain", "urgent", "first", "second"]
+    held = {delivery.transaction.id: delivery for delivery in queue.fetch_transactions(1)}
+    assert set(held) == {"urgent"}
+    held |= {delivery.transaction.id: delivery for delivery in queue.fetch_transactions(10, wait=5.0)}
+    assert set(held) == {"urgent", "plain", "first"}
+    assert held["plain"].transaction.payload == {"n": 1}
+    assert None not in queue.extend(list(held.values()))
+    _settle(queue, (held["urgent"], Release()), (held["plain"], Later(0.0, attempts=1)), (held["first"], Ack()))
+    again = {delivery.transaction.id: delivery for delivery in queue.fetch_transactions(10, wait=5.0)}
+    assert set(again) == {"urgent", "plain", "second"}
+    _settle(queue, *((delivery, Ack()) for delivery in again.values()))
+
+
+def _bury_and_replay(queue: PostgresQueue) -> None:
+    queue.dispatch([Transaction("doomed", {"n": 5}), Transaction("hopeless", {"n": 6})])
+    dead = queue.fetch_transactions(10, wait=5.0)
+    _settle(queue, *((delivery, DeadLetter("declined")) for delivery in dead))
+    letters = {record.id: record for record in queue.list_dead(DeadLetterQuery(reason="declined"))}
+    assert set(letters) == {"doomed", "hopeless"}
+    assert [done.became for done in queue.discard_dead([letters["hopeless"].place])] == [Became.DISCARDED]
+    assert [done.became for done in queue.replay_dead([letters["doomed"].place])] == [Became.REPLAYED]
+    (replayed,) = queue.fetch_transactions(10, wait=5.0)
+    assert (replayed.transaction.id, replayed.deliveries) == ("doomed", 1)
+    _settle(queue, (replayed, Ack()))
+
+
+def _remember(queue: PostgresQueue) -> None:
+    queue.dispatch([Transaction("doomed", {"n": 7})])
+    (known,) = queue.fetch_transactions(10, wait=5.0)
+    assert known.done
+    _settle(queue, (known, Ack()))
+
+
+def _settle(queue: PostgresQueue, *settlings: tuple[object, object]) -> None:
+    assert set(queue.settle(settlings)) == {SettleResult.SETTLED}
+
+
+if __name__ == "__main__":
+    exercise(sys.argv[1])
+    print("smoke passed")

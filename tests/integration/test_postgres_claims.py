@@ -1,0 +1,77 @@
+"""Claims at their edges: what commits late, what is settled twice, who slept through its own burial."""
+
+from __future__ import annotations
+
+import time
+
+import psycopg
+import pytest
+
+from ergon_framework.connectors.base import Ack, Later, SettleResult
+from ergon_framework.connectors.postgres import PostgresQueue
+from ergon_framework.errors import ConnectionLost
+from ergon_framework.schema.migrate import upgrade
+from ergon_framework.transaction import Transaction
+
+PATIENCE = 10.0
+
+
+def fetched(queue, count):
+    found, until = [], time.monotonic() + PATIENCE
+    while len(found) < count:
+        found += queue.fetch_transactions(10, wait=0.5)
+        assert time.monotonic() < until, found
+    return found
+
+
+@pytest.mark.spec("CNN-07")
+def test_one_fetch_finds_what_is_new_and_what_was_committed_late(postgres):
+    dsn = postgres.create_database("late")
+    upgrade(dsn)
+    queue = PostgresQueue("orders", dsn=dsn)
+    queue.open()
+    with psycopg.connect(dsn) as slow:
+        queue.dispatch_on(slow, [Transaction("late", {})])
+        queue.dispatch([Transaction("early", {})])
+        assert [delivery.transaction.id for delivery in fetched(queue, 1)] == ["early"]
+    queue.dispatch([Transaction("new", {})])
+    # Above the last that was taken, then from the bottom: two statements of one claim. When that is so is a matter of
+    # time, so it is said here: the last sweep was just now, and short.
+    queue._claiming._swept, queue._claiming._spared = time.monotonic(), 0.0
+    found = [delivery.transaction.id for delivery in queue.fetch_transactions(10)]
+    queue.close()
+    assert sorted(found) == ["late", "new"]
+
+
+@pytest.mark.spec("CNN-12")
+def test_a_stale_receipt_is_refused_beside_a_good_one_of_the_same_message(postgres):
+    dsn = postgres.create_database("beside")
+    upgrade(dsn)
+    queue = PostgresQueue("orders", dsn=dsn, lease=30.0)
+    queue.dispatch([Transaction("order", {})])
+    [first] = fetched(queue, 1)
+    assert queue.settle([(first, Later(0.0))]) == [SettleResult.SETTLED]
+    [second] = fetched(queue, 1)
+    assert queue.settle([(first, Ack()), (second, Later(0.0))]) == [SettleResult.LOST, SettleResult.SETTLED]
+    assert len(fetched(queue, 1)) == 1
+    queue.close()
+
+
+@pytest.mark.spec("CNN-12")
+def test_who_was_buried_during_an_outage_is_not_told_that_its_settlement_arrived(new_postgres):
+    server = new_postgres()
+    upgrade(server.dsn())
+    queue, other = (PostgresQueue("orders", dsn=server.dsn(), lease=lease) for lease in (1.0, 30.0))
+    queue.dispatch([Transaction("order", {})])
+    [mine] = fetched(queue, 1)
+    server.kill()
+    for _ in range(2):
+        # First on the line that has broken, then without one.
+        with pytest.raises(ConnectionLost):
+            queue.settle([(mine, Ack())])
+    server.start()
+    [theirs] = fetched(other, 1)
+    assert queue.settle([(mine, Ack())]) == [SettleResult.LOST]
+    assert other.settle([(theirs, Ack())]) == [SettleResult.SETTLED]
+    queue.close()
+    other.close()

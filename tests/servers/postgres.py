@@ -1,0 +1,252 @@
+"""PrivatePostgres: a PostgreSQL server of a test's own, which may be stopped, killed and cut off."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pwd
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import psycopg
+from psycopg import sql
+
+from tests.servers.packets import PacketDrop
+
+_SIGNALS = {"smart": signal.SIGTERM, "fast": signal.SIGINT, "immediate": signal.SIGQUIT}
+_PATIENCE = 60.0
+
+
+class PostgresServerError(RuntimeError):
+    """The private server is missing, or does not do what it was told."""
+
+
+def find_binaries() -> Path:
+    """The folder of PostgreSQL's server programs, of the newest version that is installed."""
+    found = [path.parent for path in Path("/usr/lib/postgresql").glob("*/bin/initdb")]
+    found.sort(key=lambda path: [int(part) for part in path.parent.name.split(".") if part.isdigit()], reverse=True)
+    if config := shutil.which("pg_config"):
+        answer = subprocess.run([config, "--bindir"], capture_output=True, text=True, check=False)
+        found.append(Path(answer.stdout.strip()))
+    if on_path := shutil.which("initdb"):
+        found.append(Path(on_path).resolve().parent)
+    for folder in found:
+        if (folder / "initdb").exists() and (folder / "postgres").exists():
+            return folder
+    raise PostgresServerError(
+        "these tests need a PostgreSQL server's programs (initdb, postgres) and found none by pg_config, in "
+        "/usr/lib/postgresql/*/bin or on the PATH; install the server (Debian: apt install postgresql)"
+    )
+
+
+def free_port() -> int:
+    """A port that nobody listens on, outside the range from which the kernel takes ports for clients.
+
+    A client that tries again and again to reach a server that is down would end up talking to itself otherwise.
+    """
+    low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split()[0])
+    for _ in range(200):
+        port = random.randrange(max(1024, min(15_000, low - 5_000)), low)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return port
+    raise PostgresServerError(f"found no free port below {low}")
+
+
+def _children(parent: int) -> list[int]:
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            # The name before the last bracket may hold anything, blanks included.
+            if int(stat.read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[1]) == parent:
+                found.append(int(stat.parent.name))
+    return found
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return (
+            Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[0] != "Z"
+        )
+    except OSError:
+        return False
+
+
+class PrivatePostgres:
+    """A server in *folder*, with its own port and socket; the superuser is ``postgres``, without a password.
+
+    It runs as the OS user ``postgres`` when the tests run as root, which PostgreSQL refuses to be, and as the tests'
+    own user otherwise. ``fsync=False`` makes it fast and unfit for every test of what a crash leaves behind.
+    """
+
+    def __init__(
+        self, folder: Path | str, *, fsync: bool = True, settings: Mapping[str, str | int | float] | None = None
+    ) -> None:
+        self.folder = Path(folder)
+        self.binaries = find_binaries()
+        self.port = free_port()
+        self._data = self.folder / "data"
+        self._sockets = self.folder / "sockets"
+        self._log = self.folder / "server.log"
+        self._settings: dict[str, str | int | float] = {
+            "listen_addresses": "127.0.0.1",
+            "unix_socket_directories": str(self._sockets),
+            "max_connections": 200,
+            "shared_buffers": "32MB",
+            "fsync": "on" if fsync else "off",
+            "log_min_messages": "warning",
+            **(settings or {}),
+        }
+        self._process: subprocess.Popen[bytes] | None = None
+        self._line = PacketDrop(self.port)
+
+    # -- who is where ---------------------------------------------------------------------------
+
+    @property
+    def pid(self) -> int:
+        """The postmaster's process id."""
+        if self._process is None or self._process.poll() is not None:
+            raise PostgresServerError(f"the server in {self.folder} is not running; start() it")
+        return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def log(self) -> str:
+        """What the server has written so far."""
+        return self._log.read_text(encoding="utf-8", errors="replace") if self._log.exists() else ""
+
+    def dsn(self, database: str = "postgres") -> str:
+        return f"postgresql://postgres@127.0.0.1:{self.port}/{database}"
+
+    def create_database(self, name: str) -> str:
+        """Create an empty database; its dsn."""
+        with psycopg.connect(self.dsn(), autocommit=True) as connection:
+            connection.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name)))
+        return self.dsn(name)
+
+    # -- coming and going -------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start it, the first time with an empty cluster, and wait until it answers."""
+        if self.is_running:
+            return
+        if not (self._data / "PG_VERSION").exists():
+            self._create_cluster()
+        command = [str(self.binaries / "postgres"), "-D", str(self._data), "-p", str(self.port)]
+        for name, value in self._settings.items():
+            command += ["-c", f"{name}={value}"]
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, **self._as_user())
+        self._await_answer()
+
+    def stop(self, mode: Literal["smart", "fast", "immediate"] = "fast") -> None:
+        """Stop it: ``fast`` in good order, ``immediate`` as it would be by a crash of its own."""
+        if self._process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(_SIGNALS[mode])
+        try:
+            self._process.wait(_PATIENCE)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise PostgresServerError(f"the server did not stop within {_PATIENCE:g} s and was killed") from None
+        self._process = None
+
+    def kill(self) -> None:
+        """SIGKILL the postmaster and every child of it, and wait until all are gone."""
+        if self._process is None:
+            return
+        postmaster = self._process.pid
+        if self._process.poll() is None:
+            # Frozen first, or it would start new children while the old ones are counted.
+            self._process.send_signal(signal.SIGSTOP)
+            victims = _children(postmaster)
+            self._process.kill()
+            for victim in victims:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(victim, signal.SIGKILL)
+            self._process.wait(_PATIENCE)
+            deadline = time.monotonic() + _PATIENCE
+            while any(_is_running(victim) for victim in victims):
+                if time.monotonic() > deadline:
+                    raise PostgresServerError(f"children of postmaster {postmaster} survived SIGKILL")
+                time.sleep(0.005)
+        self._process = None
+
+    def restart(self, mode: Literal["smart", "fast", "immediate"] = "fast") -> None:
+        self.stop(mode)
+        self.start()
+
+    # -- the line -----------------------------------------------------------------------------------
+
+    def cut(self) -> None:
+        """Drop every packet from and to the server; connections stay open and hear nothing."""
+        self._line.cut()
+
+    def mend(self) -> None:
+        """Undo ``cut``."""
+        self._line.mend()
+
+    # -- how ------------------------------------------------------------------------------------------
+
+    def _as_user(self) -> dict[str, Any]:
+        if os.geteuid() != 0:
+            return {}
+        account = self._account()
+        return {"user": account.pw_uid, "group": account.pw_gid, "extra_groups": []}
+
+    def _account(self) -> pwd.struct_passwd:
+        try:
+            return pwd.getpwnam("postgres")
+        except KeyError:
+            raise PostgresServerError(
+                "the tests run as root and PostgreSQL refuses to: add a user `postgres` (the server's package does), "
+                "or run the tests as a plain user"
+            ) from None
+
+    def _create_cluster(self) -> None:
+        for folder in (self.folder, self._data, self._sockets):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if os.geteuid() == 0:
+                account = self._account()
+                os.chown(folder, account.pw_uid, account.pw_gid)
+        command = [str(self.binaries / "initdb"), "-D", str(self._data), "-U", "postgres", "-A", "trust"]
+        command += ["-E", "UTF8", "--locale=C", "--no-sync", "--no-instructions"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd="/", **self._as_user())
+        if done.returncode != 0:
+            raise PostgresServerError(
+                f"initdb failed in {self._data}: {done.stderr.strip()[-2000:]} (the user postgres must be able to "
+                "reach the folder; pytest's tmp_path is closed to others when root owns it)"
+            )
+
+    def _await_answer(self) -> None:
+        assert self._process is not None
+        deadline = time.monotonic() + _PATIENCE
+        while True:
+            try:
+                psycopg.connect(self.dsn(), connect_timeout=5).close()
+            except psycopg.OperationalError as error:
+                if self._process.poll() is not None:
+                    self._process = None
+                    raise PostgresServerError(f"the server did not start: {self.log[-2000:]}") from error
+                if time.monotonic() > deadline:
+                    self.kill()
+                    raise PostgresServerError(
+                        f"no answer within {_PATIENCE:g} s: {error}; {self.log[-2000:]}"
+                    ) from error
+                time.sleep(0.02)
+            else:
+                return

@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import time
+
+import pytest
+
+from ergon_framework.errors import ConfigurationError
+from ergon_framework.runner import probes
+from ergon_framework.runner.health import Health
+from ergon_framework.runner.probes import probed
+from ergon_framework.runner.settings import ProbeSettings
+
+GOOD = Health(live=True, ready=True)
+AWAY = Health(live=True, ready=False, reasons=("the connector cannot be read: ConnectionLost",))
+STUCK = Health(live=False, ready=False, reasons=("held",))
+
+
+def asked(port, path, method="GET"):
+    line = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    try:
+        line.request(method, path)
+        answer = line.getresponse()
+        return answer.status, answer.read(), answer
+    finally:
+        line.close()
+
+
+@pytest.mark.spec("RUN-02")
+@pytest.mark.parametrize(
+    "health, live, ready", [(GOOD, 200, 200), (AWAY, 200, 503), (STUCK, 503, 503)], ids=["good", "away", "stuck"]
+)
+def test_live_and_ready_are_answered_with_their_reasons(health, live, ready):
+    with probed(ProbeSettings(port=0), lambda: health) as port:
+        assert asked(port, "/live")[0] == live
+        status, body, answer = asked(port, "/ready?verbose=1")
+        assert status == ready
+        assert json.loads(body) == health.told()
+        assert (answer.headers["Content-Type"], answer.headers["Server"]) == ("application/json", "ergon")
+        assert asked(port, "/ready", "HEAD")[:2] == (ready, b"")
+
+
+@pytest.mark.parametrize("path, method, status", [("/", "GET", 404), ("/live/x", "GET", 404), ("/live", "POST", 501)])
+def test_anything_else_is_not_answered(path, method, status):
+    with probed(ProbeSettings(port=0), lambda: GOOD) as port:
+        assert asked(port, path, method)[0] == status
+
+
+def test_a_request_that_is_too_long_is_refused():
+    with probed(ProbeSettings(port=0), lambda: GOOD) as port:
+        assert asked(port, "/" + "x" * 70_000)[0] == 414
+
+
+def test_a_caller_that_says_nothing_is_left_and_keeps_nobody_else(monkeypatch):
+    monkeypatch.setattr(probes, "PATIENCE", 0.2)
+    with probed(ProbeSettings(port=0), lambda: GOOD) as port, socket.create_connection(("127.0.0.1", port)) as silent:
+        assert asked(port, "/live")[0] == 200
+        silent.settimeout(10)
+        assert silent.recv(100) == b""
+
+
+def test_more_callers_than_there_can_be_are_turned_away(monkeypatch):
+    monkeypatch.setattr(probes, "CALLERS", 1)
+    with probed(ProbeSettings(port=0), lambda: GOOD) as port, socket.create_connection(("127.0.0.1", port)) as first:
+        first.sendall(b"GET /live")
+        with socket.create_connection(("127.0.0.1", port)) as second:
+            second.settimeout(10)
+            assert second.recv(100) == b""
+        first.sendall(b" HTTP/1.0\r\n\r\n")
+        first.settimeout(10)
+        assert first.recv(100).startswith(b"HTTP/1.0 200")
+
+
+def test_a_check_that_fails_answers_nobody_and_ends_nothing():
+    answers = iter([1])
+    with probed(ProbeSettings(port=0), lambda: GOOD if next(answers, None) is None else 1 / 0) as port:
+        with pytest.raises((http.client.HTTPException, ConnectionError)):
+            asked(port, "/live")
+        assert asked(port, "/live")[0] == 200
+
+
+def test_a_port_that_is_taken_is_told_with_the_way_out():
+    with (
+        probed(ProbeSettings(port=0), lambda: GOOD) as port,
+        pytest.raises(ConfigurationError, match=f"cannot listen on 127.0.0.1:{port}: .*choose another"),
+        probed(ProbeSettings(port=port), lambda: GOOD),
+    ):
+        pass
+
+
+def test_without_settings_there_is_no_probe():
+    with probed(ProbeSettings(), lambda: 1 / 0) as port:
+        assert port is None
+
+
+@pytest.mark.spec("RUN-02")
+def test_the_file_says_how_it_is_is_written_again_and_is_gone_at_the_end(tmp_path):
+    path = tmp_path / "probe.json"
+    health = [GOOD]
+    with probed(ProbeSettings(file=str(path), interval=0.01), lambda: health[0]):
+        first = json.loads(path.read_text(encoding="utf-8"))
+        assert (first["live"], first["ready"], first["reasons"]) == (True, True, [])
+        health[0] = STUCK
+        until = time.monotonic() + 10
+        while json.loads(path.read_text(encoding="utf-8"))["live"] and time.monotonic() < until:
+            time.sleep(0.01)
+        later = json.loads(path.read_text(encoding="utf-8"))
+        assert (later["live"], later["reasons"]) == (False, ["held"])
+        assert later["at"] > first["at"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_cannot_be_written_is_told(tmp_path):
+    settings = ProbeSettings(file=str(tmp_path / "none" / "probe.json"))
+    with pytest.raises(ConfigurationError, match="cannot be written: No such file"), probed(settings, lambda: GOOD):
+        pass

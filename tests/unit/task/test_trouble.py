@@ -1,0 +1,92 @@
+"""Why nothing comes in: what probes are told of a loop that runs."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from ergon_framework import ConsumerPolicy, MemoryConnector, Transaction, consumer, producer
+from ergon_framework.errors import ConnectionLost
+from ergon_framework.task.gates import Pause
+from ergon_framework.task.loops import Loops, loops_of
+
+POLICY = ConsumerPolicy.load({"loop": {"streaming": True, "limit": 1}, "steps": {"fetch": {"retry": {"backoff": 0.0}}}})
+LOST = "the connector cannot be read: ConnectionLost"
+
+
+class Away(MemoryConnector):
+    """Has no line for two fetches, and looks at what is then said of the loop."""
+
+    def __init__(self) -> None:
+        super().__init__("orders")
+        self.seen: list[list[str] | None] = []
+        self.task = None
+
+    def _look(self):
+        self.seen.append(loops_of(self.task).troubles)
+        if len(self.seen) <= 2:
+            raise ConnectionLost("no line")
+
+    def fetch_transactions(self, batch_size, **extra):
+        self._look()
+        return super().fetch_transactions(batch_size, **extra)
+
+    async def fetch_transactions_async(self, batch_size, **extra):
+        self._look()
+        return await super().fetch_transactions_async(batch_size, **extra)
+
+
+@pytest.mark.spec("RUN-02")
+@pytest.mark.parametrize("flavour", ["def", "async def"])
+def test_a_line_that_is_down_is_a_trouble_until_a_fetch_is_answered(flavour):
+    queue = Away()
+    queue.dispatch([Transaction("order-1")])
+
+    def handle(order):
+        queue.seen.append(loops_of(queue.task).troubles)
+
+    async def handle_async(order):
+        handle(order)
+
+    queue.task = consumer(queue, policy=POLICY)(handle if flavour == "def" else handle_async)
+    run = queue.task.run
+    assert (run() if flavour == "def" else asyncio.run(run())).finished == 1
+    assert queue.seen == [[], [LOST], [LOST], []]
+    assert loops_of(queue.task).troubles is None
+
+
+@pytest.mark.spec("RUN-02")
+def test_a_gate_that_holds_the_loop_is_a_trouble_and_an_empty_queue_is_none():
+    queue = MemoryConnector("orders")
+    seen = []
+
+    def gate():
+        seen.append(loops_of(task).troubles)
+        if len(seen) == 1:
+            return Pause("the breaker is open", 0.001)
+        if len(seen) == 3:
+            task.stop()
+        return None
+
+    policy = ConsumerPolicy.load({"loop": {"streaming": True, "empty_queue": {"backoff": 0.001}}})
+    task = consumer(queue, policy=policy, gates=[gate])(lambda order: None)
+    task.run()
+    assert seen == [[], ["the breaker is open"], []]
+
+
+def test_who_only_produces_has_no_trouble():
+    queue = MemoryConnector("orders")
+    seen = []
+
+    @producer(queue)
+    def send(order):
+        seen.append(loops_of(send).troubles)
+        return "sent"
+
+    send.produce_transactions([Transaction("order-1")])
+    assert seen == [[]]
+
+
+def test_no_loop_is_no_answer():
+    assert Loops().troubles is None
