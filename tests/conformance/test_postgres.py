@@ -13,7 +13,8 @@ import pytest
 
 from ergon_framework.connectors.postgres import PostgresQueue
 from ergon_framework.schema import migrate
-from ergon_framework.testing.conformance.connector import Candidate, exam
+from ergon_framework.testing.conformance.connector import CHECKS, Candidate, exam
+from tests.servers.pgbouncer import PrivatePgBouncer
 from tests.servers.postgres import PrivatePostgres
 
 
@@ -39,10 +40,10 @@ class PostgresCandidate(Candidate):
     durable = True
     patience = 30.0
 
-    def __init__(self, server):
+    def __init__(self, server, dsn):
         self.server = server
-        self._dsn = server.create_database("exam")
-        migrate.upgrade(self._dsn)
+        self._dsn = dsn
+        migrate.upgrade(dsn)
         self._numbers = itertools.count()
 
     def client(self, queue, *, lease, inbox=False):
@@ -68,17 +69,46 @@ class PostgresCandidate(Candidate):
             yield Outbox(PostgresQueue(queue, dsn=self._dsn), connection)
 
 
-@pytest.fixture(scope="module")
-def candidate():
+@contextmanager
+def running():
     folder = tempfile.mkdtemp(prefix="ergon-exam-")
     server = PrivatePostgres(folder)
     try:
         server.start()
-        yield PostgresCandidate(server)
+        yield server
     finally:
         server.mend()
         server.kill()
         shutil.rmtree(folder, ignore_errors=True)
 
 
-test_postgres = exam("candidate", marks=lambda check: [pytest.mark.spec(*check.ids)])
+@pytest.fixture(scope="module")
+def candidate():
+    with running() as server:
+        yield PostgresCandidate(server, server.create_database("exam"))
+
+
+@pytest.fixture(scope="module")
+def behind_a_pooler():
+    """The same through PgBouncer, which hands one session to many; there is nobody to stop, kill or cut there."""
+    folder = tempfile.mkdtemp(prefix="ergon-pooler-")
+    with running() as server:
+        server.create_database("exam")
+        pooler = PrivatePgBouncer(folder, server)
+        try:
+            pooler.start()
+            yield PostgresCandidate(None, pooler.dsn("exam"))
+        finally:
+            pooler.stop()
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def spec(check):
+    return [pytest.mark.spec(*check.ids)]
+
+
+#: Notifications do not reach a session that is not one's own: there everybody polls.
+POLLING = [check for check in CHECKS if check.name != "a_listener_is_woken_by_a_dispatch"]
+
+test_postgres = exam("candidate", marks=spec)
+test_postgres_behind_a_pooler = exam("behind_a_pooler", checks=POLLING, marks=spec)

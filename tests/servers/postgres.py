@@ -149,7 +149,7 @@ class PrivatePostgres:
         for name, value in self._settings.items():
             command += ["-c", f"{name}={value}"]
         with self._log.open("ab") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, **self._as_user())
+            self._process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, **self.as_user())
         self._await_answer()
 
     def stop(self, mode: Literal["smart", "fast", "immediate"] = "fast") -> None:
@@ -202,7 +202,8 @@ class PrivatePostgres:
 
     # -- how ------------------------------------------------------------------------------------------
 
-    def _as_user(self) -> dict[str, Any]:
+    def as_user(self) -> dict[str, Any]:
+        """How a program is started that refuses to be root."""
         if os.geteuid() != 0:
             return {}
         account = self._account()
@@ -225,7 +226,7 @@ class PrivatePostgres:
                 os.chown(folder, account.pw_uid, account.pw_gid)
         command = [str(self.binaries / "initdb"), "-D", str(self._data), "-U", "postgres", "-A", "trust"]
         command += ["-E", "UTF8", "--locale=C", "--no-sync", "--no-instructions"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd="/", **self._as_user())
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd="/", **self.as_user())
         if done.returncode != 0:
             raise PostgresServerError(
                 f"initdb failed in {self._data}: {done.stderr.strip()[-2000:]} (the user postgres must be able to "

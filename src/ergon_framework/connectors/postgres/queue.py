@@ -300,8 +300,7 @@ class PostgresQueue(Connector, AsyncConnector):
 
     def _claimed(self, home: Home, count: int) -> Operation[list[Delivery]]:
         number = yield from self._opened(home)
-        # Renewed before anybody is buried: who comes back from a long sleep must not begin with himself.
-        yield from home.tenure.present()
+        # The dead first, even if it is oneself: what nobody renewed for a lease is nobody's.
         if (yield from home.reaped()):
             self._arrivals.arrived()
         yield from self._tidy(number)
