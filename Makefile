@@ -36,8 +36,8 @@ lint: $(STAMP) ## ruff: rules and format
 types: $(STAMP) ## mypy, strict, on src
 	$(BIN)/mypy
 
-# The exam of a server is a target of its own: it stops, kills and cuts one for minutes.
-EXAMS := tests/conformance/test_postgres.py
+# Sitting the exam is a target of its own: servers are stopped, killed and cut in it for minutes.
+EXAMS := $(addprefix tests/conformance/test_,broken.py memory.py postgres.py)
 
 test: $(STAMP) ## all tests in random order, with branch coverage and its bars
 	$(BIN)/coverage erase
@@ -58,7 +58,7 @@ format: $(STAMP) ## let ruff put the files into shape
 	$(BIN)/ruff format .
 
 exam: $(STAMP) ## every connector takes the exam, against servers that the tests start
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal tests/conformance
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(EXAMS)
 
 signals: $(STAMP) ## real processes, every state, every signal
 	$(BIN)/python tests/signals/matrix.py

@@ -84,3 +84,16 @@ def test_what_could_not_be_settled_during_an_outage_is_settled_after_it(new_post
     assert (depth.ready, depth.delayed, depth.dead) == (0, 0, 0)
     assert sorted(entered) == sorted(f"order-{n}" for n in range(COUNT)), "each ran once"
     assert reports[0].settled == {"failed": COUNT}, "those who asked had given up"
+
+
+@pytest.mark.spec("CNN-07")
+def test_a_line_that_the_server_ended_while_it_was_idle_costs_nobody_a_call(new_postgres):
+    server = new_postgres()
+    dsn = server.create_database("idle")
+    upgrade(dsn)
+    queue = PostgresQueue("orders", dsn=dsn)
+    queue.dispatch([Transaction("before", {})])
+    server.restart()
+    queue.dispatch([Transaction("after", {})])
+    assert queue.depth().ready == 2
+    queue.close()

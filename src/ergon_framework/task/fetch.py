@@ -41,7 +41,7 @@ class Fetcher:
         #: A lost connection is waited out instead of spending the budget.
         self._patient = patient
         self._late = late
-        #: How often the connector was really called: a stop may come before that.
+        #: How often the connector was called.
         self.calls = 0
         #: Why the last attempt failed, for those who look; None when it did not.
         self.failing: str | None = None
@@ -54,9 +54,7 @@ class Fetcher:
             now = clock()
             until = self._deadline if retry.timeout is None else min(self._deadline, now + retry.timeout)
             context = None if watch is None else watch.attempt(number)
-            answer: Any = yield from call(Call("fetch", self._fetch, (room,), until, None, context, self._late))
-            if not (isinstance(answer, Stopped) and answer.body is None):
-                self.calls += 1
+            answer: Any = yield from call(Call("fetch", self._called, (room,), until, None, context, self._late))
             error = yield from self._error(answer)
             if watch is not None:
                 watch.attempted(number, error if isinstance(error, BaseException) else None)
@@ -77,6 +75,11 @@ class Fetcher:
             ended = yield from self._waited(max(delay, error.retry_after or 0.0))
             if ended is not None:
                 return ended
+
+    def _called(self, room: int) -> Any:
+        # Counted here and not where it is asked for: a stop may come between the two.
+        self.calls += 1
+        return self._fetch(room)
 
     def _error(self, answer: Ok | Err | Expired | Stopped) -> Script[FetchException | End | None]:
         """How a fetch failed, or why the loop ends; None if it did not fail."""

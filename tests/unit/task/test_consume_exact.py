@@ -86,7 +86,7 @@ class Loop:
                 Step("exception", never_called, retry, **handler),
                 senses=senses,
             ),
-            Broker(fetch=never_called, settle=never_called, extend=never_called, lease=lease),
+            Broker(fetch=lambda _: None, settle=never_called, extend=never_called, lease=lease),
             policy,
             name="task",
             mailbox=self._mailbox,
@@ -105,6 +105,8 @@ class Loop:
     def on(self, answer: Any, *, at: float | None = None) -> Loop:
         """Answer, and go on to the next effect that waits."""
         self.now = self.now if at is None else at
+        if isinstance(self.effect, Call) and not (isinstance(answer, Stopped) and answer.body is None):
+            self.effect.fn(*self.effect.args)  # a driver would have called it
         try:
             self.effect = self.script.send(answer)
             while isinstance(self.effect, Spawn | Interrupt):

@@ -28,7 +28,7 @@ class World:
         self.told: list[Any] = []
         self.contexts: list[contextvars.Context] = []
         rules = {"max_attempts": 3, "timeout": 30.0, "backoff": 1.0, "multiplier": 2.0, "cap": 0.0} | retry
-        fetcher = Fetcher(
+        self.fetcher = fetcher = Fetcher(
             abs,
             RetryPolicy(**rules),
             senses=Senses(clock=lambda: self.now, dice=lambda: dice),
@@ -65,7 +65,8 @@ def test_every_attempt_is_a_call_in_the_context_of_its_watch() -> None:
     world = World()
     call = world.effect
     assert isinstance(call, Call)
-    assert (call.step, call.fn, call.args, call.until) == ("fetch", abs, (7,), 70.0)
+    assert (call.step, call.args, call.until) == ("fetch", (7,), 70.0)
+    assert (world.fetcher.calls, call.fn(-7), world.fetcher.calls) == (0, 7, 1)
     assert (call.scope, call.context, call.late) == (None, world.contexts[0], late)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -54,6 +55,7 @@ class Lines:
         self._most = most
         #: False once a pooler was found between us and the server; None before anybody has looked.
         self.direct: bool | None = None
+        self._closed = False
         self._owner = os.getpid()
         self._room = threading.BoundedSemaphore(most)
         self._idle: list[Connection[TupleRow]] = []
@@ -78,7 +80,7 @@ class Lines:
         with self._room:
             connection: Connection[TupleRow] | None = None
             try:
-                connection = self._idle.pop() if self._idle else self.connect()
+                connection = _first_sound(self._idle) or self.connect()
                 yield connection
             except psycopg.Error as error:
                 raise translated(error, broken=connection is None or connection.broken) from None
@@ -89,20 +91,24 @@ class Lines:
     def connect(self) -> Connection[TupleRow]:
         """A new connection that nobody else will use; the caller closes it."""
         connection = Connection.connect(**self._settings())
-        if self.direct is None:
-            found = connection.execute(BACKEND).fetchone()
-            # A pooler answers for a server process that the client was not told of.
-            self.direct = found is not None and found[0] == connection.info.backend_pid
-            connection.prepare_threshold = _PREPARE if self.direct else None
-        if self.direct:
-            connection.execute(PLANS)
+        try:
+            if self.direct is None:
+                found = connection.execute(BACKEND).fetchone()
+                # A pooler answers for a server process that the client was not told of.
+                self.direct = found is not None and found[0] == connection.info.backend_pid
+                connection.prepare_threshold = _PREPARE if self.direct else None
+            if self.direct:
+                connection.execute(PLANS)
+        except BaseException:
+            connection.close()
+            raise
         return connection
 
     def _back(self, connection: Connection[TupleRow]) -> None:
         if connection.info.transaction_status is not TransactionStatus.IDLE:
             with suppress(psycopg.Error):
                 connection.rollback()
-        if connection.closed or connection.info.transaction_status is not TransactionStatus.IDLE:
+        if self._closed or connection.closed or connection.info.transaction_status is not TransactionStatus.IDLE:
             connection.close()
         else:
             self._idle.append(connection)
@@ -116,7 +122,8 @@ class Lines:
         self._room = threading.BoundedSemaphore(self._most)
 
     def close(self) -> None:
-        """Close what is idle; what is borrowed closes when it comes back to nobody."""
+        """Close what is idle; what is borrowed is closed when it comes back."""
+        self._closed = True
         while self._idle:
             self._idle.pop().close()
         self._forget_closed()
@@ -133,22 +140,27 @@ class Lines:
         async with lines.room:
             connection: AsyncConnection[TupleRow] | None = None
             try:
-                connection = lines.idle.pop() if lines.idle else await self._connect_async()
+                connection = _first_sound(lines.idle) or await self._connect_async()
                 yield connection
             except psycopg.Error as error:
                 raise translated(error, broken=connection is None or connection.broken) from None
             finally:
                 if connection is not None:
-                    await lines.back(connection)
+                    await lines.back(connection, closed=self._closed)
 
     async def _connect_async(self) -> AsyncConnection[TupleRow]:
         connection = await AsyncConnection.connect(**self._settings())
-        if self.direct is None:
-            found = await (await connection.execute(BACKEND)).fetchone()
-            self.direct = found is not None and found[0] == connection.info.backend_pid
-            connection.prepare_threshold = _PREPARE if self.direct else None
-        if self.direct:
-            await connection.execute(PLANS)
+        try:
+            if self.direct is None:
+                found = await (await connection.execute(BACKEND)).fetchone()
+                self.direct = found is not None and found[0] == connection.info.backend_pid
+                connection.prepare_threshold = _PREPARE if self.direct else None
+            if self.direct:
+                await connection.execute(PLANS)
+        except BaseException:
+            # Not awaited: whoever is cancelled here may be cancelled there too.
+            connection.pgconn.finish()
+            raise
         return connection
 
     def _here(self) -> _LoopLines:
@@ -182,12 +194,16 @@ class _LoopLines:
         self.room = asyncio.Semaphore(most)
         self.idle: list[AsyncConnection[TupleRow]] = []
 
-    async def back(self, connection: AsyncConnection[TupleRow]) -> None:
-        if connection.info.transaction_status is not TransactionStatus.IDLE:
-            with suppress(psycopg.Error):
-                await connection.rollback()
-        if connection.closed or connection.info.transaction_status is not TransactionStatus.IDLE:
-            await connection.close()
+    async def back(self, connection: AsyncConnection[TupleRow], *, closed: bool) -> None:
+        try:
+            if connection.info.transaction_status is not TransactionStatus.IDLE:
+                with suppress(psycopg.Error):
+                    await connection.rollback()
+        except BaseException:
+            connection.pgconn.finish()
+            raise
+        if closed or connection.closed or connection.info.transaction_status is not TransactionStatus.IDLE:
+            connection.pgconn.finish()
         else:
             self.idle.append(connection)
 
@@ -196,3 +212,18 @@ class _LoopLines:
         while self.idle:
             connection = self.idle.pop()  # held by a name: without one it is collected, unclosed, before it is closed
             connection.pgconn.finish()
+
+
+C = TypeVar("C", Connection[TupleRow], AsyncConnection[TupleRow])
+
+
+def _first_sound(idle: list[C]) -> C | None:
+    """One of those that wait; a server that went away has said so on the line, and nobody has listened yet."""
+    while idle:
+        connection = idle.pop()
+        poll = select.poll()
+        poll.register(connection.fileno(), select.POLLIN)
+        if not poll.poll(0):
+            return connection
+        connection.pgconn.finish()
+    return None
