@@ -55,7 +55,6 @@ TRIES = 10
 UNJUDGED = 0.02
 
 NEEDED = {"hang": 0.2, "shutdown": 0.2, "duplicate": 0.2, "odd": 0.2}
-SHOWN = 5
 
 
 class Tally:
@@ -226,7 +225,11 @@ def main() -> int:
 def _gather(pool: ProcessPoolExecutor, chunks: list[Any], tally: Tally, *, name: str, total: int) -> None:
     began, shown = time.monotonic(), time.monotonic()
     for done in as_completed([pool.submit(chunk) for chunk in chunks]):
-        tally.add(done.result())
+        part = done.result()
+        tally.add(part)
+        for _, _, text in part.differing:
+            # At once: a long run may be cut short, and what it found must not be lost with it.
+            print(text, end="\n\n", file=sys.stderr, flush=True)
         if time.monotonic() - shown > 5 or sum(tally.worlds.values()) + tally.unjudged >= total:
             shown = time.monotonic()
             count = sum(tally.worlds.values())
@@ -242,8 +245,6 @@ def _conclude(virtual: Tally, real: Tally, *, seconds: float, options: argparse.
     both = Tally()
     both.add(virtual)
     both.add(real)
-    for _, _, text in both.differing[:SHOWN]:
-        print(text, end="\n\n")
     planned = max(1, both.shares["plans"])
     parts = {name: round(count / planned, 4) for name, count in sorted(both.shares.items()) if name != "plans"}
     missed = [name for name, share in NEEDED.items() if parts.get(name, 0.0) < share]
