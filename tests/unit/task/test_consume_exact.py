@@ -249,6 +249,27 @@ def test_a_stop_before_the_connector_is_called_counts_no_fetch() -> None:
     assert loop.ends().fetches == 1
 
 
+@pytest.mark.spec("CON-34")
+def test_what_happened_during_a_fetch_is_heard_before_the_next_one() -> None:
+    loop = Loop(streaming=True, **concurrency(3, batch={"size": 2}))
+    loop.brings(*items("a", key="k"))
+    loop.loop.mailbox.put(loop.done(1))
+    loop.brings(*items("b", key="k"))
+    assert loop.waits == (1, 0.0)
+    loop.hears(*loop.loop.mailbox.take())
+    assert (loop.flights, loop.asked) == (1, 2)
+
+
+def test_a_stop_that_came_during_a_fetch_is_heard_before_the_next_one() -> None:
+    loop = Loop(streaming=True, **concurrency(3))
+    loop.brings(*items("a"))
+    loop.loop.mailbox.put(loop.done(1))
+    loop.brings(*items("b"))
+    loop.on(Stopped())
+    loop.hears(*loop.loop.mailbox.take(), loop.done(2))
+    assert loop.ends().end is End.STOP
+
+
 def test_a_limit_of_nothing_fetches_nothing() -> None:
     report = Loop(limit=0).ends()
     assert (report.end, report.fetches) == (End.LIMIT, 0)
