@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 
 import psycopg
@@ -75,3 +77,32 @@ def test_who_was_buried_during_an_outage_is_not_told_that_its_settlement_arrived
     assert other.settle([(theirs, Ack())]) == [SettleResult.SETTLED]
     queue.close()
     other.close()
+
+
+FORKED = """
+import os, sys
+from ergon_framework.connectors.postgres import PostgresQueue
+from ergon_framework.transaction import Transaction
+
+queue = PostgresQueue("orders", dsn=sys.argv[1])
+queue.dispatch([Transaction("one", {}), Transaction("two", {})])
+[mine] = queue.fetch_transactions(1)
+read, write = os.pipe()
+if os.fork() == 0:
+    [theirs] = queue.fetch_transactions(1)
+    os.write(write, f"{theirs.receipt.worker} {theirs.transaction.id}".encode())
+    os._exit(0)
+os.wait()
+print(mine.receipt.worker, mine.transaction.id, os.read(read, 100).decode(), queue.depth().in_flight)
+"""
+
+
+def test_a_forked_child_is_a_worker_of_its_own(postgres):
+    dsn = postgres.create_database("forked")
+    upgrade(dsn)
+    command = [sys.executable, "-W", "ignore", "-c", FORKED, dsn]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.split()
+    worker, name, their_worker, their_name, in_flight = said
+    assert worker != their_worker
+    assert {name, their_name} == {"one", "two"}
+    assert in_flight == "2"

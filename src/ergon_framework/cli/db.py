@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json as jsons
 from collections.abc import Callable, Mapping
-from enum import IntEnum
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
 import typer
 
 from ergon_framework.errors import ConfigurationError, ErgonError, extra, text
+from ergon_framework.runner.exits import ExitCode
 from ergon_framework.runner.settings import settings
 from ergon_framework.schema.revisions import CHAIN, NEEDED
 
@@ -27,16 +27,8 @@ Config = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
 
 
-class DbExit(IntEnum):
+class DbExit(ExitCode):
     """Every exit code of ``ergon db`` with what it means."""
-
-    meaning: str
-
-    def __new__(cls, value: int, meaning: str) -> Self:
-        member = int.__new__(cls, value)
-        member._value_ = value
-        member.meaning = meaning
-        return member
 
     OK = 0, "the database is up to date, or the statements were printed"
     BEHIND = 1, "`ergon db check`: the database needs an upgrade"

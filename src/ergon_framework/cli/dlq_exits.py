@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from enum import IntEnum
-from typing import Self
+from ergon_framework.runner.exits import ExitCode
 
 
-class DlqExit(IntEnum):
+class DlqExit(ExitCode):
     """Every exit code with what it means."""
-
-    meaning: str
-
-    def __new__(cls, value: int, meaning: str) -> Self:
-        member = int.__new__(cls, value)
-        member._value_ = value
-        member.meaning = meaning
-        return member
 
     OK = 0, "done; what somebody else had moved already counts as done"
     FAILED = 1, "some could not be moved, the one to show is not there, or the broker did not answer"

@@ -12,8 +12,8 @@ from ergon_framework.task.exceptions import LoopTimeout
 from ergon_framework.task.report import Report
 
 
-class Exit(IntEnum):
-    """Every exit code with what it means; a failed transaction is an outcome and changes none of them."""
+class ExitCode(IntEnum):
+    """Exit codes that say what they mean; each command has its own."""
 
     meaning: str
 
@@ -22,6 +22,10 @@ class Exit(IntEnum):
         member._value_ = value
         member.meaning = meaning
         return member
+
+
+class Exit(ExitCode):
+    """Every exit code of ``ergon run`` with what it means; a failed transaction is an outcome and changes none."""
 
     OK = 0, "ended well: the queue was empty, the limit was reached, or a signal came and everything was settled"
     FAILED = 1, "the loop or the task's lifespan failed; the message says why"

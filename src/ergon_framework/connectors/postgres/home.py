@@ -29,6 +29,8 @@ class Home:
     """One database, as this process knows it."""
 
     def __init__(self, dsn: str, lease: float) -> None:
+        #: A forked child is another worker instance: with its parent's number it would share its parent's claims.
+        self.owner = os.getpid()
         self.lines = Lines(dsn)
         self.tenure = Tenure(lease)
         self.doorbell = Doorbell(self.lines)

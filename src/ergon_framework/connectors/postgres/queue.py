@@ -101,6 +101,7 @@ class PostgresQueue(Connector, AsyncConnector):
         self._lock = threading.Lock()
         self._arrivals = Arrivals()
         self._home: Home | None = None
+        self._inherited: Home | None = None
         self._number: int | None = None
         self._listening = 0
         self._unhang: Callable[[], None] | None = None
@@ -140,6 +141,9 @@ class PostgresQueue(Connector, AsyncConnector):
 
     def _at_home(self) -> Home:
         with self._lock:
+            if self._home is not None and self._home.owner != os.getpid():
+                # Kept, so that nobody collects connections that are the parent's.
+                self._inherited, self._home, self._number, self._unhang = self._home, None, None, None
             if self._home is None:
                 dsn = self._dsn or os.environ.get(VARIABLE)
                 if not dsn:
