@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from ergon_framework.errors import ConfigurationError
 
@@ -90,9 +90,8 @@ def current() -> Scope | None:
     return _current.get()
 
 
-def enter(scope: Scope | None) -> None:
-    """Make *scope* the current one for the rest of this context."""
-    _current.set(scope)
+#: Makes a scope the current one for the rest of this context; the variable's own method, because every attempt enters.
+enter: Final[Callable[[Scope | None], object]] = _current.set
 
 
 @contextmanager

@@ -113,7 +113,8 @@ class Watch:
     """Notes when the machine woke a sleeper too late."""
 
     def __init__(self) -> None:
-        self._late: list[float] = []
+        #: From when to when each of them overslept: it may notice after a plan that suffered with it has ended.
+        self._late: list[tuple[float, float]] = []
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._look, daemon=True)
         self._thread.start()
@@ -129,10 +130,10 @@ class Watch:
 
     def woken(self, late: float, now: float) -> None:
         if late > LAG:
-            self._late.append(now)
+            self._late.append((now - late, now))
 
     def disturbed(self, run: Run) -> bool:
-        return any(run.record.began <= when <= run.record.ended + LAG for when in list(self._late))
+        return any(due <= run.record.ended and run.record.began <= woken for due, woken in list(self._late))
 
     def close(self) -> None:
         self._over.set()

@@ -67,10 +67,11 @@ class Slot:
 class Mailbox:
     """Where a script is told what happened; anybody in the driver's own thread of control may put."""
 
-    __slots__ = ("_items", "_needed", "_slots", "_urgent", "_waiting")
+    __slots__ = ("_items", "_lock", "_needed", "_slots", "_urgent", "_waiting")
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
+        self._lock = slots.lock
         self._items: list[Any] = []
         self._urgent = False
         self._waiting: Slot | None = None
@@ -82,12 +83,13 @@ class Mailbox:
 
     def put(self, item: Any, *, urgent: bool = False) -> None:
         """Add *item*; the waiting script goes on once it has what it waits for."""
-        with self._slots.lock:
-            self._items.append(item)
+        with self._lock:
+            items = self._items
+            items.append(item)
             if urgent:
                 self._urgent = True
             slot = self._waiting
-            if slot is None or (len(self._items) < self._needed and not self._urgent):
+            if slot is None or (len(items) < self._needed and not self._urgent):
                 return
             self._slots.unpark(slot)
             answer = self.take()
@@ -201,6 +203,9 @@ class Slots(ABC):
                 if until < self.watcher.wakes_at:
                     self._poke(until)
                 return effect
+            if type(effect) is Spawn:
+                answer = self.start(effect.script, told=effect.told, counted=effect.counted)
+                continue
             answer = self._perform(slot, effect)
             if answer is PARKED:
                 return None
@@ -292,8 +297,6 @@ class Slots(ABC):
         slot.due = NEVER
 
     def _perform(self, slot: Slot, effect: Effect) -> Any:
-        if type(effect) is Spawn:
-            return self.start(effect.script, told=effect.told, counted=effect.counted)
         if type(effect) is Interrupt:
             return self.interrupt(effect.slot)
         if type(effect) is Afterwards:

@@ -19,6 +19,8 @@ class Admission:
     def __init__(self, most: int) -> None:
         self._most = most
         self._ready: deque[Delivery] = deque()
+        #: Takes out the next one to be started.
+        self.next = self._ready.popleft
         self._keys: dict[str, deque[Delivery]] = {}
         self._keyed = 0
         self._ids: set[tuple[str, str]] = set()
@@ -61,10 +63,6 @@ class Admission:
     def head(self) -> Delivery | None:
         """The one that is next, if there is one."""
         return self._ready[0] if self._ready else None
-
-    def next(self) -> Delivery:
-        """The next one to be started."""
-        return self._ready.popleft()
 
     def left(self, delivery: Delivery) -> None:
         """*delivery* is no longer in flight; the next of its key may go."""

@@ -40,6 +40,8 @@ class Intake:
         self._report = report
         self._watch = watch
         self._admission = Admission(policy.concurrency.value)
+        #: Takes the head out of the line.
+        self.next = self._admission.next
         #: Every claim that is held, from fetch to settle.
         self.claims = settler.claims
 
@@ -83,13 +85,11 @@ class Intake:
             head = self._admission.head
         return head
 
-    def next(self) -> Delivery:
-        """Take the head out of the line."""
-        return self._admission.next()
-
     def left(self, delivery: Delivery) -> None:
         """*delivery* is no longer in flight."""
-        self._handling.lost.discard(delivery.receipt)
+        lost = self._handling.lost
+        if lost:
+            lost.discard(delivery.receipt)
         self._admission.left(delivery)
 
     def give_back(self, delivery: Delivery, reason: str) -> None:

@@ -96,17 +96,16 @@ def lifecycle(course: Course, transaction: Transaction, watch: Watch | None = No
     outcome = Outcome(transaction)
     step, began = course.process, course.senses.clock()
     limit = NEVER if course.timeout is None else began + course.timeout
-    # Attempts of earlier deliveries count, but a transaction that was delivered is tried.
-    first = 0
-    if step.defers and transaction.attempts:
-        first = min(transaction.attempts, step.retry.max_attempts - 1)
+    # Attempts of earlier deliveries count (what is produced has none), but a transaction that was delivered is tried.
+    carried = transaction.attempts if step.defers else 0
+    first = min(carried, step.retry.max_attempts - 1) if carried else 0
     seen = None if watch is None else watch.step(step)
     done = yield from attempts(
         step, (transaction,), outcome.notes, transaction, course.senses, limit=limit, watch=seen, first=first
     )
     _stepped(course, outcome, step, done, began, watch)
     # Every attempt but a successful one has left a note.
-    outcome.attempts = _carried(course, transaction) + len(outcome.notes)
+    outcome.attempts = carried + len(outcome.notes)
     if type(done) is Ok:
         outcome.attempts += 1
         outcome.processed = True
@@ -115,13 +114,14 @@ def lifecycle(course: Course, transaction: Transaction, watch: Watch | None = No
             done = yield from _step(course, course.success, (transaction, done.value), outcome, limit, watch)
     if type(done) is Ok:
         outcome.kind = Kind.SUCCEEDED
-        outcome.settlement = _asked(done.value) or _asked(outcome.result)
+        if done.value is not None or outcome.result is not None:
+            outcome.settlement = _asked(done.value) or _asked(outcome.result)
     elif type(done) is Failed:
         done = yield from _failed(course, outcome, done, watch)
     if type(done) is Deferred:
         _deferred(outcome, done)
     elif type(done) is Stopped:
-        _stopped(course, outcome, done)
+        _stopped(outcome, done, carried)
     if watch is not None:
         watch.ended(outcome)
     return outcome
@@ -167,23 +167,16 @@ def _deferred(outcome: Outcome, deferred: Deferred) -> None:
     outcome.settlement = Later(deferred.delay, attempts=outcome.attempts, history=history(outcome))
 
 
-def _stopped(course: Course, outcome: Outcome, stopped: Stopped) -> None:
+def _stopped(outcome: Outcome, stopped: Stopped, carried: int) -> None:
     """Given back as it came: no attempt of this delivery counts."""
     outcome.kind = Kind.RELEASED
     outcome.reason = "stop"
-    outcome.attempts = _carried(course, outcome.transaction)
+    outcome.attempts = carried
     outcome.error = None
     outcome.body = stopped.body or outcome.body
 
 
-def _carried(course: Course, transaction: Transaction) -> int:
-    """The attempts of earlier deliveries; what is produced has none."""
-    return transaction.attempts if course.process.defers else 0
-
-
 def _asked(value: Any) -> Settlement | None:
-    if value is None:
-        return None
     return value if isinstance(value, Ack | Later | DeadLetter) else None
 
 

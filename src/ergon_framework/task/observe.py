@@ -253,7 +253,7 @@ class Fetching:
         if root is None:
             return
         if root.recording:
-            self._node = root.child(outline.name, outline.attributes)
+            self._node = root.child(outline.name)
         if self._node is not None and self._node.recording:
             self._spans = Attempts(self._node, outline, {}, options.redact)
         else:

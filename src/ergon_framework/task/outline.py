@@ -5,7 +5,7 @@ It is made once per loop, so that a transaction only adds what is its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,7 +18,6 @@ class StepOutline:
     """The span of a step, and those of its attempts."""
 
     name: str
-    attributes: Mapping[str, Any]
     attempt_name: str
     attempt_attributes: Mapping[str, Any]
 
@@ -90,15 +89,19 @@ def _root(task: str, policy: ConsumerPolicy | ProducerPolicy) -> Mapping[str, An
 
 
 def _step(task: str, step: str, retry: RetryPolicy, name: str, attempt: str) -> tuple[str, StepOutline]:
-    # Every attempt carries all of it, so their step does not repeat it: an attribute costs a microsecond.
-    whole = {Attribute.TASK: task, Attribute.STEP: step, Attribute.MAX_ATTEMPTS: retry.max_attempts}
-    return step, StepOutline(name, {Attribute.STEP: step}, attempt, {**whole, **dict(_settings(retry))})
+    # Every attempt carries all of it; their step has nothing but its name and, in the end, what became of it:
+    # an attribute costs more than a microsecond.
+    whole = {
+        Attribute.TASK: task,
+        Attribute.STEP: step,
+        Attribute.MAX_ATTEMPTS: retry.max_attempts,
+        Attribute.RETRY: _settings(retry),
+    }
+    return step, StepOutline(name, attempt, whole)
 
 
-def _settings(retry: RetryPolicy) -> Iterator[tuple[str, float]]:
-    if retry.timeout is not None:
-        yield Attribute.TIMEOUT, retry.timeout
-    yield Attribute.BACKOFF, retry.backoff
-    yield Attribute.MULTIPLIER, retry.multiplier
-    yield Attribute.CAP, retry.cap
-    yield Attribute.JITTER, retry.jitter
+def _settings(retry: RetryPolicy) -> str:
+    """All in one: people read them in a trace and nobody searches by one of them."""
+    timeout = "none" if retry.timeout is None else f"{retry.timeout:g}"
+    rest = f"backoff={retry.backoff:g} multiplier={retry.multiplier:g} cap={retry.cap:g} jitter={retry.jitter:g}"
+    return f"timeout={timeout} {rest}"

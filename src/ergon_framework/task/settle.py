@@ -34,6 +34,8 @@ _ACK: Final = Ack()
 _SUCCEEDED: Final = Kind.SUCCEEDED
 _SETTLED: Final = SettleResult.SETTLED
 _FAILED: Final = SettleResult.FAILED
+#: What a result is called in a report; None is a claim that was kept.
+_WORDS: Final = {None: "kept"} | {result: result.value for result in SettleResult}
 _RELEASE: Final = Release()
 
 #: Put into the loop's mailbox when a group was settled and the loop waits for that.
@@ -222,7 +224,7 @@ class Settler:
         if item.settlement is not None or item.outcome is None or item.outcome.reason == "lost":
             # A claim that is kept because its body still runs is renewed as long as the loop lives.
             self.claims.pop(item.delivery.receipt, None)
-        word = "kept" if result is None else result.value
+        word = _WORDS[result]
         self._report.settled[word] = self._report.settled.get(word, 0) + 1
         outcome = item.outcome
         if outcome is None:

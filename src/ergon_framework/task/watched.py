@@ -98,7 +98,7 @@ class Watched:
     def step(self, step: Step) -> Attempts | Unrecorded:
         outline = self._outline.steps[step.name]
         self._step_name = step.name
-        self._step = node = self._node.child(outline.name, {**outline.attributes, **self._own})
+        self._step = node = self._node.child(outline.name)
         return Attempts(node, outline, self._own, self._options.redact) if node.recording else Unrecorded(node, forget)
 
     def stepped(self, ended: Ended) -> None:

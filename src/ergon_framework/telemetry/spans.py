@@ -31,7 +31,7 @@ class Node:
         self.recording = span.is_recording()
         self._links: Sequence[Link] | None = None
 
-    def child(self, name: str, attributes: Mapping[str, Any]) -> Node:
+    def child(self, name: str, attributes: Mapping[str, Any] | None = None) -> Node:
         tracing = self._tracing
         return Node(tracing, tracing.start(name, self.context, attributes=attributes), self.context)
 

@@ -234,7 +234,6 @@ CANCELLED, BROKEN = asyncio.CancelledError(), LookupError("no")
         (Err(CANCELLED), True, False, False),
         (Err(CANCELLED), True, None, False),
         (Err(BROKEN), True, True, False),
-        (Ok(CANCELLED), True, True, False),
     ],
 )
 def test_a_cancellation_of_everybody_is_a_stop(answer: Any, mine: bool, callers: bool | None, stopped: bool) -> None:

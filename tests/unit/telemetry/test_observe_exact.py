@@ -249,7 +249,7 @@ def test_a_fetch_is_a_span_that_says_what_it_brought_and_its_body_runs_in_its_at
     fetching.attempted(0, None)
     seen.observer.fetched([Delivery(Transaction("a"), 1), Delivery(Transaction("b"), 2)], None)
     fetch, attempt = seen.spans["fetch_transactions"], seen.spans["fetch_transactions.attempt"]
-    assert dict(fetch.attributes) == {"ergon.step": "fetch", "ergon.batch.fetched": 2}
+    assert dict(fetch.attributes) == {"ergon.batch.fetched": 2}
     assert attempt.parent.span_id == fetch.context.span_id
     assert (attempt.attributes["ergon.attempt"], "ergon.transaction.id" in attempt.attributes) == (0, False)
     assert fetch.status.status_code is StatusCode.UNSET
@@ -262,7 +262,6 @@ def test_a_failed_fetch_is_blamed_on_its_error(caplog):
     seen.observer.fetching().attempt(0)
     seen.observer.fetched(None, with_cause(FetchException("no answer"), OSError("no route")))
     assert dict(seen.spans["fetch_transactions"].attributes) == {
-        "ergon.step": "fetch",
         "ergon.exception.type": "OSError",
         "ergon.exception.message": "no answer",
         "ergon.category": "SYSTEM",
@@ -291,7 +290,7 @@ def test_a_fetch_in_which_the_loop_ended_is_neither_answered_nor_failed(caplog):
         assert seen.metric(metric) == {}
     assert seen.metric(names.ATTEMPTS) == {("fetch",): 1}
     fetch = seen.spans["fetch_transactions"]
-    assert dict(fetch.attributes) == {"ergon.step": "fetch"}
+    assert dict(fetch.attributes) == {}
     assert seen.spans["consume_transactions"].attributes["ergon.batch.fetched"] == 0
     assert events(caplog) == []
     assert complaints(caplog) == []

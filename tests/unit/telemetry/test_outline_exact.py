@@ -24,14 +24,16 @@ def step(name, span, which):
     shared = {"ergon.task": "Orders", "ergon.step": name}
     shown = {
         "ergon.max_attempts": settings["max_attempts"],
-        "ergon.retry.timeout": settings["timeout"],
-        "ergon.retry.backoff": settings["backoff"],
-        "ergon.retry.multiplier": settings["multiplier"],
-        "ergon.retry.cap": settings["cap"],
-        "ergon.retry.jitter": settings["jitter"],
+        "ergon.retry": " ".join(f"{key}={spelled(settings[key])}" for key in SHOWN),
     }
-    kept = {key: value for key, value in shown.items() if value is not None}
-    return StepOutline(span, {"ergon.step": name}, f"{span}.attempt", shared | kept)
+    return StepOutline(span, f"{span}.attempt", shared | shown)
+
+
+SHOWN = ("timeout", "backoff", "multiplier", "cap", "jitter")
+
+
+def spelled(value):
+    return "none" if value is None else f"{value:g}"
 
 
 LOOP = {"concurrency": {"value": 3}, "batch": {"size": 12}}

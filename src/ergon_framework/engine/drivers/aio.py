@@ -134,7 +134,9 @@ class Asyncio(Slots):
                 answer = self._begun(call, task)
                 if type(answer) is _Within:
                     answer = await self._rest_of(answer)
-                told = self.returned(slot, call, self._read(answer, task))
+                if type(answer) is Err:
+                    answer = self._read(answer, task)
+                told = self.returned(slot, call, answer)
                 if task.cancelling():
                     self._retire(slot, told)
                     return
@@ -143,9 +145,9 @@ class Asyncio(Slots):
                     self._since = self.clock()
                 call = None if told is None else self._decide(slot, told)
 
-    def _read(self, answer: Answer, task: asyncio.Task[None]) -> Answer:
+    def _read(self, answer: Err, task: asyncio.Task[None]) -> Answer:
         """*answer*, unless everybody is being cancelled: the end of the event loop is a stop, and no failure."""
-        cancelled = type(answer) is Err and isinstance(answer.error, asyncio.CancelledError)
+        cancelled = isinstance(answer.error, asyncio.CancelledError)
         if cancelled and task.cancelling() and self._caller is not None and self._caller.cancelling():
             return Stopped()
         return answer
