@@ -14,7 +14,7 @@ from pathlib import Path
 PACKAGE = "ergon_framework"
 
 #: Bottom first: each may import the ones before it.
-VOCABULARY = ("errors", "scope", "failure", "transaction")
+VOCABULARY = ("errors", "policy", "scope", "failure", "transaction")
 
 #: The client libraries of each vendor folder below connectors/.
 CLIENTS = {
@@ -95,7 +95,10 @@ PURE = (
     *(f"task.{name}" for name in ("lifecycle", "consume", "produce", "fetch", "settle", "renew", "handling", "intake")),
     *(f"task.{name}" for name in ("admission", "crew", "gates", "report")),
     *(f"executor.{name}" for name in ("protocol", "routing", "verdict")),
-    *(f"providers.{name}" for name in ("retry", "circuit_breaker", "quota", "health")),
+    *(
+        f"providers.{name}"
+        for name in ("errors", "rules", "mapping", "retry_after", "retry", "circuit_breaker", "quota", "health")
+    ),
     *(f"facts.{name}" for name in ("model", "identity", "publish")),
 )
 MEANS_TO_ACT = {"asyncio", "threading", "time", "random", "logging"}

@@ -15,8 +15,9 @@ from pydantic import Field, ValidationError
 
 from ergon_framework.engine import backoff as waiting
 from ergon_framework.errors import ConfigurationError
+from ergon_framework.policy import Count, Policy, Seconds
 from ergon_framework.runner import sources
-from ergon_framework.task.mixins.policies import ConsumerPolicy, Count, Policy, Seconds, TimeLimit
+from ergon_framework.task.mixins.policies import ConsumerPolicy, TimeLimit
 
 #: More processes than this on one machine is a slip of the hand.
 PROCESSES = 1024

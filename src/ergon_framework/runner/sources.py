@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
 from ergon_framework.errors import ConfigurationError
-from ergon_framework.task.mixins.policies import Policy
+from ergon_framework.policy import Policy
 from ergon_framework.telemetry import redaction
 
 if TYPE_CHECKING:

@@ -1,0 +1,79 @@
+"""Retry-After, in both of its forms."""
+
+from __future__ import annotations
+
+import doctest
+from datetime import UTC, datetime
+from email.utils import format_datetime
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ergon_framework.providers import retry_after
+from ergon_framework.providers.retry_after import LONGEST, seconds
+
+moments = st.datetimes(datetime(1971, 1, 1), datetime(2200, 1, 1), timezones=st.just(UTC))  # noqa: DTZ001 - bounds
+
+
+@pytest.mark.spec("PRV-24")
+@given(st.integers(0, 10**9))
+def test_a_number_is_seconds_whatever_the_time(asked):
+    assert seconds(str(asked), now=1e9) == min(asked, LONGEST)
+
+
+@pytest.mark.spec("PRV-24")
+@given(now=moments, ahead=st.integers(0, 40 * 86_400))
+def test_a_date_is_the_seconds_until_it(now, ahead):
+    now = now.replace(microsecond=0)
+    date = datetime.fromtimestamp(now.timestamp() + ahead, UTC)
+    for text in (
+        format_datetime(date, usegmt=True),
+        date.strftime("%a, %d %b %Y %H:%M:%S +0000"),
+        date.strftime("%a %b %e %H:%M:%S %Y"),
+    ):
+        assert seconds(text, now=now.timestamp()) == min(ahead, LONGEST)
+
+
+def test_the_old_form_with_two_digits_of_the_year_is_read():
+    assert seconds("Sunday, 06-Nov-94 08:49:37 GMT", now=784111777.0 - 5) == 5
+
+
+@given(now=moments, behind=st.integers(1, 10**8))
+def test_a_date_that_has_passed_asks_for_nothing(now, behind):
+    date = datetime.fromtimestamp(now.timestamp() - behind, UTC)
+    assert seconds(format_datetime(date, usegmt=True), now=now.timestamp()) is None
+
+
+@pytest.mark.parametrize(
+    "value", [None, "", "   ", "-1", "-0.5", "+5", "1e3", "inf", "nan", "soon", "0x10", "12 s", "١٢", "99/99", "Mon"]
+)
+def test_what_is_neither_asks_for_nothing(value):
+    assert seconds(value, now=0.0) is None
+
+
+@given(st.text())
+def test_no_text_breaks_it_and_no_answer_is_beyond_the_bounds(text):
+    answer = seconds(text, now=1e9)
+    assert answer is None or 0 <= answer <= LONGEST
+
+
+@given(
+    st.from_regex(
+        r"\A(Mon, )?[0-9]{1,3} (Jan|Feb|Dec) [0-9]{1,5} [0-9]{1,3}:[0-9]{1,3}(:[0-9]{1,3})? ([+-][0-9]{4,9}|GMT)?\Z"
+    )
+)
+def test_no_odd_date_breaks_it(text):
+    answer = seconds(text, now=1e9)
+    assert answer is None or 0 <= answer <= LONGEST
+
+
+@pytest.mark.parametrize(
+    "value, expected", [("0", 0), (" 7 ", 7), ("1.5", 1.5), ("9" * 400, LONGEST), ("2678401", LONGEST)]
+)
+def test_numbers_at_the_edges(value, expected):
+    assert seconds(value, now=0.0) == expected
+
+
+def test_the_examples_are_true():
+    assert doctest.testmod(retry_after, raise_on_error=True).attempted > 0
