@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import pickle  # nosec - only loads what stands inside a pickle that somebody is loading already
+from collections.abc import Mapping
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Any, Self, TypeAlias
 
 
@@ -20,14 +22,18 @@ class ErgonError(Exception):
     """The root of every exception this package raises; it carries its verdict.
 
     ``category`` says what kind of failure it is, ``retry_after`` is the least number of seconds
-    to wait before another attempt, ``final`` means that a lower layer has already given up, and
-    ``code`` is a short stable word for machines.
+    to wait before another attempt, ``final`` means that a lower layer has already given up, ``later``
+    that nothing was tried, so that coming back after ``retry_after`` costs no attempt, and ``code``
+    is a short stable word for machines. What is BUSINESS or ``final`` is never later.
     """
 
     category: Category = Category.SYSTEM
     retry_after: float | None = None
     final: bool = False
+    later: bool = False
     code: str | None = None
+    #: What a failure record says of it besides, by the names of the record's own fields.
+    particulars: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(
         self,
@@ -36,6 +42,7 @@ class ErgonError(Exception):
         category: Category | None = None,
         retry_after: float | None = None,
         final: bool | None = None,
+        later: bool | None = None,
         code: str | None = None,
     ) -> None:
         super().__init__(message)
@@ -48,6 +55,8 @@ class ErgonError(Exception):
             self.retry_after = retry_after
         if final is not None:
             self.final = final
+        if later is not None:
+            self.later = later
         if code is not None:
             self.code = str(code)
 

@@ -97,7 +97,10 @@ PURE = (
     *(f"executor.{name}" for name in ("protocol", "routing", "verdict")),
     *(
         f"providers.{name}"
-        for name in ("errors", "rules", "mapping", "retry_after", "retry", "circuit_breaker", "quota", "health")
+        for name in (
+            *("errors", "rules", "mapping", "retry_after", "retry", "circuit_breaker", "quota", "health"),
+            *("execution", "idempotency", "books", "calling", "policy"),
+        )
     ),
     *(f"facts.{name}" for name in ("model", "identity", "publish")),
 )

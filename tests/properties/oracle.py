@@ -125,6 +125,7 @@ class _Failed:
     category: str
     final: bool = False
     retry_after: float = 0.0
+    later: bool = False  # nothing was tried
     abandoned: bool = False  # its body was still running when the grace ended
     expired: bool = False  # the lifecycle's own time is over
 
@@ -185,6 +186,10 @@ class _Lifecycle:
         retry, attempt = _retry(self.policy, step), first
         while True:
             result = self._attempt(step, attempt, retry=retry, told=told)
+            if step == "process" and isinstance(result, _Failed) and _untried(result):
+                made = sum(call.step == step for call in self.calls) - 1
+                wait = max(_backoff(retry, attempt), result.retry_after)
+                return _Deferred(result.category, wait, self._carried + made)
             if isinstance(result, Behaviour) or _gives_up(result, last=attempt + 1 >= retry["max_attempts"]):
                 return result
             bound = math.inf if step == "exception" else self.lifecycle_end
@@ -280,6 +285,10 @@ def _gives_up(failed: _Failed, *, last: bool) -> bool:
     return failed.category == "BUSINESS" or failed.final or failed.abandoned or last
 
 
+def _untried(failed: _Failed) -> bool:
+    return failed.later and failed.category != "BUSINESS" and not failed.final
+
+
 def _result(behaviour: Behaviour, step: Step) -> Behaviour | _Failed:
     """How an attempt counts that ended within its time."""
     if behaviour.does == "ok":
@@ -289,7 +298,7 @@ def _result(behaviour: Behaviour, step: Step) -> Behaviour | _Failed:
         category = {"business": "BUSINESS", "timeout_exc": "TIMEOUT"}.get(behaviour.does, "SYSTEM")
     if behaviour.does not in WITH_VERDICT:
         return _Failed(category)
-    return _Failed(category, final=behaviour.final, retry_after=behaviour.retry_after or 0.0)
+    return _Failed(category, final=behaviour.final, retry_after=behaviour.retry_after or 0.0, later=behaviour.later)
 
 
 def _retry(policy: dict[str, Any], step: str) -> dict[str, Any]:

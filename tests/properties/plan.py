@@ -41,7 +41,7 @@ WITH_VERDICT: frozenset[str] = frozenset({"business", "system_exc", "timeout_exc
 class Behaviour:
     """What one call of user code does: it takes its time, then returns or raises.
 
-    ``retry_after`` and ``final`` count only where ``does`` is one of ``WITH_VERDICT``. ``settles`` is
+    ``retry_after``, ``final`` and ``later`` count only where ``does`` is one of ``WITH_VERDICT``. ``settles`` is
     what a success or exception handler returns when it is ok; None leaves it to the policy.
     ``on_cancel`` matters in asyncio only: "leaves" ends at once when cancelled, "ignores" goes on
     until ``takes`` is over. A thread always goes on. A hang is a behaviour with a large ``takes``.
@@ -53,12 +53,15 @@ class Behaviour:
     final: bool = False
     settles: Settles | None = None
     on_cancel: Literal["leaves", "ignores"] = "leaves"
+    later: bool = False
 
     def error(self) -> BaseException | None:
         """A new instance of what this behaviour raises, or None if it returns."""
         category = _CATEGORIES.get(self.does)
         if category is not None:
-            return TransactionException(self.does, category, retry_after=self.retry_after, final=self.final)
+            return TransactionException(
+                self.does, category, retry_after=self.retry_after, final=self.final, later=self.later
+            )
         plain = _PLAIN.get(self.does)
         return plain(self.does) if plain else None
 
@@ -353,13 +356,13 @@ def _story(draw: _Draw, retry: dict[str, Any], *, fails: float, handler: bool) -
 
 def _failure(draw: _Draw, retry: dict[str, Any]) -> Behaviour:
     does = draw.pick(_FAILURES)
-    retry_after, final = None, False
+    retry_after, final, later = None, False, False
     if does in WITH_VERDICT:
-        final = draw.chance(0.15)
+        final, later = draw.chance(0.15), draw.chance(0.15)
         if draw.chance(0.35):
             beyond = draw.chance(0.5)
             retry_after = retry["hold"] + draw.seconds(0.1, 2.0) if beyond else draw.seconds(0.05, 1.5)
-    return Behaviour(_short(draw, retry), does, retry_after, final, None, _on_cancel(draw))
+    return Behaviour(_short(draw, retry), does, retry_after, final, None, _on_cancel(draw), later)
 
 
 def _odd(draw: _Draw, retry: dict[str, Any]) -> Behaviour:
@@ -479,6 +482,7 @@ _MARKS: dict[str, Callable[[Plan], bool]] = {
     "business": _some(lambda b, _: b.does == "business", "process"),
     "beyond_hold": lambda plan: plan.kind == "consume" and _deferring(plan),
     "final": _some(lambda b, _: b.final, *_ALL_STEPS),
+    "later": _some(lambda b, _: b.later, "process"),
     "handler_failure": _some(lambda b, _: b.does != "ok", *_HANDLERS),
     "own_settlement": _some(lambda b, _: b.settles is not None, *_HANDLERS),
     "lifecycle": lambda plan: plan.policy["loop"].get("transaction_timeout") is not None,

@@ -129,6 +129,19 @@ def test_a_final_error_ends_its_step_in_process_and_in_handlers():
     assert seen.outcome == "handler_failed"
 
 
+def test_what_was_not_even_tried_is_put_off_and_costs_no_attempt():
+    seen = foretold([does("system"), does("system_exc", later=True, retry_after=0.5)])
+    assert calls_of(seen) == [("process", 0, 0.0), ("process", 1, 1.0)]
+    assert verdict(seen) == ("deferred", "SYSTEM", ("later", 2.0), 1, 1.0)
+    assert foretold([does("system_exc", later=True, retry_after=9.0)], attempts=3).attempts == 3
+    assert foretold([does("system_exc", later=True)], kind="produce").outcome == "succeeded"
+
+
+@pytest.mark.parametrize("what", [{"what": "system_exc", "final": True}, {"what": "business"}])
+def test_never_is_stronger_than_later(what):
+    assert foretold([does(**what, later=True)]).outcome == "failed"
+
+
 # Waiting -------------------------------------------------------------------------------------------
 
 
@@ -829,9 +842,9 @@ def test_a_behaviour_raises_what_it_says(what, kind):
 
 
 def test_a_behaviour_carries_its_verdict():
-    error = does("timeout_exc", retry_after=2.5, final=True).error()
+    error = does("timeout_exc", retry_after=2.5, final=True, later=True).error()
     assert isinstance(error, TransactionException)
-    assert (error.category, error.retry_after, error.final) == (Category.TIMEOUT, 2.5, True)
+    assert (error.category, error.retry_after, error.final, error.later) == (Category.TIMEOUT, 2.5, True, True)
 
 
 def test_a_redelivery_goes_on_where_the_last_delivery_was():

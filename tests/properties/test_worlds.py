@@ -59,7 +59,7 @@ def seeds_of(world, part):
     *("CON-02", "CON-03", "CON-04", "CON-05", "CON-06", "CON-12", "CON-13", "CON-15", "CON-19", "CON-21", "CON-22"),
     *("CON-23", "CON-24", "CON-28", "CON-29", "CON-30", "CON-31", "CON-34", "CON-35", "CON-36", "CON-37", "CON-38"),
     *("CON-39", "CON-44", "CON-45", "PRO-02", "PRO-03", "PRO-04", "PRO-05", "PRO-07", "PRO-08", "PRO-12", "PRO-13"),
-    *("PRO-14", "PRO-15", "PRO-18", "PRO-19"),
+    *("PRO-14", "PRO-15", "PRO-18", "PRO-19", "PRV-31"),
 )
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("world", PLANS)
@@ -166,6 +166,10 @@ def has_left(body, until):
     yield
 
 
+def never_untried(error):
+    return False
+
+
 def forgets_ids(self, delivery, admit=Admission.admit):
     self._ids.clear()
     return admit(self, delivery)
@@ -175,6 +179,7 @@ BREAKS = {
     "business failures are retried": ((consumer, "classify", everything_is_system),),
     "a producer retries business failures": ((producer, "classify", everything_is_system),),
     "handlers fail as business": ((consumer, "classify_handler", classify), (producer, "classify_handler", classify)),
+    "an open breaker costs an attempt": ((attempts, "_untried", never_untried),),
     "nobody waits until a body has left": ((attempts, "gone", has_left),),
     "a release gives away a running body": ((handling, "needs_absence", lambda settlement: False),),
     "one id runs twice at once": ((Admission, "admit", forgets_ids),),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ergon_framework.connectors.base import Ack, DeadLetter, Later, Release, SettleResult
-from ergon_framework.errors import Category, ConnectionLost
+from ergon_framework.errors import Category, ConnectionLost, ErgonError
 from ergon_framework.task.exceptions import BusinessError, TransactionException
 from ergon_framework.task.report import Kind
 from tests.twins.world import Stubborn, fails, gives, policy, takes
@@ -269,3 +269,35 @@ def test_a_last_attempt_is_not_deferred(build):
     world = build(process=fails(TransactionException("busy", retry_after=60.0))).offer("a")
     world.run(policy(process={"max_attempts": 1, "hold": 0.01}))
     assert world.steps() == ["process", "exception"]
+
+
+@pytest.mark.spec("PRV-31")
+def test_what_cannot_even_be_tried_comes_back_as_often_as_it_takes_and_is_never_dead(build):
+    world = build(process=[*[fails(Closed("not now"))] * 6, gives(None)]).offer("a")
+    retry = {"max_attempts": 2, "backoff": 0.01, "multiplier": 1.0, "hold": 30.0}
+    empty = {"backoff": 0.01, "multiplier": 1.0}
+    world.run(policy(process=retry, streaming=True, limit=7, empty_queue=empty, max_deliveries=2))
+    assert [outcome.kind.value for outcome in world.outcomes] == ["deferred"] * 6 + ["succeeded"]
+    assert {outcome.attempts for outcome in world.outcomes[:6]} == {0}
+    assert {call.scope.attempt for call in world.of("process")} == {0}
+    assert world.settlements()[0] == Later(0.03, attempts=0, history=())
+    assert "exception" not in world.steps()
+
+
+@pytest.mark.spec("PRV-31")
+def test_later_is_carried_by_whatever_wraps_an_error_of_ours(build):
+    world = build(process=fails(Closed("not now"))).offer("a").run(policy())
+    assert world.outcome().error.later
+    assert isinstance(world.outcome().error.__cause__, Closed)
+
+
+@pytest.mark.spec("PRV-31")
+def test_a_handler_that_could_not_try_is_tried_again_in_its_own_step(build):
+    world = build(success=[fails(Closed("not now")), gives(None)]).offer("a").run(policy())
+    assert world.steps() == ["process", "success", "success"]
+    assert world.kinds() == {"a": "succeeded"}
+
+
+class Closed(ErgonError):
+    later = True
+    retry_after = 0.03

@@ -43,7 +43,8 @@ class StepWatch(Protocol):
 class Step:
     """One step: what to call, under which policy, and how its failures are to be read.
 
-    *defers* says that a wait beyond ``retry.hold`` goes back to the broker instead of being slept.
+    *defers* says that a wait beyond ``retry.hold`` goes back to the broker instead of being slept,
+    and so does whatever says that nothing was tried, however short the wait is.
     """
 
     __slots__ = ("classify", "defers", "expired", "fn", "name", "retry")
@@ -91,7 +92,7 @@ class Failed:
 
 
 class Deferred:
-    """The wait before the next attempt is too long to be slept through here."""
+    """The wait before the next attempt is too long to be slept through here, or nothing could be tried at all."""
 
     __slots__ = ("attempt", "delay", "error")
 
@@ -129,7 +130,11 @@ def attempts(
             watch.attempted(number, _seen(answer))
         if type(answer) is Ok or type(answer) is Stopped:
             return answer
-        note = Note(step.name, number, _read(step, answer, until - now), at=senses.wall())
+        error = _read(step, answer, until - now)
+        if step.defers and _untried(error):
+            # Nothing was tried, so there is nothing to note: neither an attempt nor a line of history.
+            return Deferred(error, number, _delay(step.retry, number, error, senses))
+        note = Note(step.name, number, error, at=senses.wall())
         notes.append(note)
         ended = yield from _after(step, answer, note, senses=senses, limit=limit)
         if ended is not None:
@@ -146,10 +151,9 @@ def _after(step: Step, answer: Err | Expired, note: Note, *, senses: Senses, lim
         if has_left is not True:
             return Stopped(answer.body) if isinstance(has_left, Stopped) else Failed(error, number, answer.body)
     now = senses.clock()
-    hopeless = error.category is Category.BUSINESS or error.final or number + 1 >= retry.max_attempts
-    if hopeless or now >= limit:
+    if _hopeless(error) or number + 1 >= retry.max_attempts or now >= limit:
         return Failed(error, number)
-    delay = max(retry.delay(number, senses.dice), error.retry_after or 0.0)
+    delay = _delay(retry, number, error, senses)
     if step.defers and delay > retry.hold:
         note.delay = delay
         return Deferred(error, number, delay)
@@ -161,6 +165,19 @@ def _after(step: Step, answer: Err | Expired, note: Note, *, senses: Senses, lim
         # A wait that was interrupted is none: no attempt follows it.
         note.delay = None
     return stopped
+
+
+def _delay(retry: Retry, number: int, error: ErgonError, senses: Senses) -> float:
+    return max(retry.delay(number, senses.dice), error.retry_after or 0.0)
+
+
+def _hopeless(error: ErgonError) -> bool:
+    return error.category is Category.BUSINESS or error.final
+
+
+def _untried(error: ErgonError) -> bool:
+    # An error that contradicts itself must not come back for ever.
+    return error.later and not _hopeless(error)
 
 
 def _read(step: Step, answer: Err | Expired, allowed: float) -> ErgonError:

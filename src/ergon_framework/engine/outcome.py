@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from ergon_framework.errors import ErgonError
+
 if TYPE_CHECKING:
     from ergon_framework.engine.effects import Call
 
@@ -61,6 +63,12 @@ class Stopped:
 
     def __repr__(self) -> str:
         return f"Stopped({self.body!r})"
+
+
+class NotBegunError(ErgonError):
+    """The deadline passed while a call waited for a thread: nothing of its body has run or will run."""
+
+    code = "not_begun"
 
 
 #: What a Call is answered with.

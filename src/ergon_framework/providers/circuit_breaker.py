@@ -185,6 +185,13 @@ def lift(state: Snapshot) -> Snapshot:
     return state if state.override is None else _overridden(state, None)
 
 
+def held_until(state: Snapshot) -> float | None:
+    """Until when nothing goes through for certain; None where something may. It asks for no probe's place."""
+    if state.override is not None:
+        return state.override.until if state.override.kind is OverrideKind.FORCE_OPEN else None
+    return state.open_until if state.state is BreakerState.OPEN else None
+
+
 def fault_of(error: ProviderError | None) -> bool | None:
     """What the end of a call says of the provider; *error* is None after a success.
 

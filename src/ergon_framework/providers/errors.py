@@ -62,9 +62,12 @@ class ProviderError(ErgonError):
         fault: bool | None = None,
         category: Category | None = None,
         final: bool | None = None,
+        later: bool | None = None,
         code: str | None = None,
     ) -> None:
-        super().__init__(clean(message), category=category, retry_after=retry_after, final=final, code=code)
+        super().__init__(
+            clean(message), category=category, retry_after=retry_after, final=final, later=later, code=code
+        )
         if http_status is not None:
             self.http_status = int(http_status)
         if sent is not None:
@@ -156,6 +159,7 @@ class ProviderCircuitOpenError(ProviderError):
 
     reason_code = code = ReasonCode.CIRCUIT_OPEN
     sent = False
+    later = True
     open_until: float | None = None
 
     def __init__(self, message: str = "", *, open_until: float | None = None, **verdict: Any) -> None:

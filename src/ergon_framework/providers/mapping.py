@@ -77,6 +77,7 @@ def _ours(error: ErgonError) -> ProviderError:
         category=error.category,
         retry_after=error.retry_after,
         final=error.final,
+        later=error.later,
         code=error.code,
     )
 

@@ -34,9 +34,10 @@ class TransactionException(ErgonError):
         *,
         retry_after: float | None = None,
         final: bool | None = None,
+        later: bool | None = None,
         code: str | None = None,
     ) -> None:
-        super().__init__(message, category=category, retry_after=retry_after, final=final, code=code)
+        super().__init__(message, category=category, retry_after=retry_after, final=final, later=later, code=code)
 
 
 class BusinessError(TransactionException):

@@ -3,23 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from ergon_framework.engine.pause import Pause
 from ergon_framework.errors import text
 
-
-@dataclass(frozen=True, slots=True)
-class Pause:
-    """Do not fetch now, because …; the gate is asked again after *seconds*, or earlier."""
-
-    because: str
-    seconds: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not 0 < self.seconds < float("inf"):  # also refuses NaN
-            raise ValueError(f"a pause must be a finite number of seconds > 0, not {self.seconds!r}")
-
+__all__ = ["Gate", "Pause", "ask"]
 
 #: Asked before every fetch, on the loop's own thread: it answers at once and never waits.
 Gate: TypeAlias = Callable[[], Pause | None]

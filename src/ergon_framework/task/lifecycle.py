@@ -87,6 +87,7 @@ def _wrapped(error: BaseException, category: Category, verdict: ErgonError | Non
     wrapped = TransactionException(message, category)
     if verdict is not None:
         wrapped.retry_after, wrapped.final, wrapped.code = verdict.retry_after, verdict.final, verdict.code
+        wrapped.later = verdict.later
     wrapped.__cause__ = error
     return wrapped
 
@@ -104,7 +105,7 @@ def lifecycle(course: Course, transaction: Transaction, watch: Watch | None = No
         step, (transaction,), outcome.notes, transaction, course.senses, limit=limit, watch=seen, first=first
     )
     _stepped(course, outcome, step, done, began, watch)
-    # Every attempt but a successful one has left a note.
+    # Every attempt has left a note, but a successful one, and one that could not even try, which does not count.
     outcome.attempts = carried + len(outcome.notes)
     if type(done) is Ok:
         outcome.attempts += 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from ergon_framework.connectors.base import (
@@ -17,7 +17,7 @@ from ergon_framework.connectors.base import (
 )
 from ergon_framework.engine.effects import NEVER, Call, Script, call, gone, sleep, wait
 from ergon_framework.engine.outcome import Expired, Ok, Stopped
-from ergon_framework.errors import Category
+from ergon_framework.errors import Category, ErgonError
 from ergon_framework.failure import Failure, describe
 from ergon_framework.task.lifecycle import history
 from ergon_framework.task.report import Kind, Outcome, Report
@@ -77,27 +77,42 @@ def failure_of(
     """The failure record of *outcome*, which is put aside because of *reason*."""
     transaction, error = outcome.transaction, outcome.error
     cause = None if error is None else error.__cause__ or error
-    return Failure(
-        task_name=task,
-        transaction_id=transaction.id,
-        source=transaction.source,
-        tenant_id=transaction.tenant,
-        correlation_id=transaction.correlation or transaction.id,
-        idempotency_key=transaction.id,
-        reason_code=reason,
-        error_type="DeadLetter" if cause is None else type(cause).__name__,
-        error_message=reason if error is None else describe(error),
-        attempts=outcome.attempts,
-        occurred_at=at,
-        category=_without_error(outcome) if error is None else error.category,
-        step=outcome.notes[-1].step if outcome.notes else None,
-        final=error is not None and error.final,
-        still_running=outcome.still_running,
-        succeeded_steps=outcome.succeeded_steps,
-        deliveries=delivery.deliveries,
-        trace_id=trace_id,
-        history=history(outcome),
-    )
+    told = {
+        "task_name": task,
+        "transaction_id": transaction.id,
+        "source": transaction.source,
+        "tenant_id": transaction.tenant,
+        "correlation_id": transaction.correlation or transaction.id,
+        "idempotency_key": transaction.id,
+        "reason_code": reason,
+        "error_type": "DeadLetter" if cause is None else type(cause).__name__,
+        "error_message": reason if error is None else describe(error),
+        "attempts": outcome.attempts,
+        "occurred_at": at,
+        "category": _without_error(outcome) if error is None else error.category,
+        "step": outcome.notes[-1].step if outcome.notes else None,
+        "final": error is not None and error.final,
+        "still_running": outcome.still_running,
+        "succeeded_steps": outcome.succeeded_steps,
+        "deliveries": delivery.deliveries,
+        "trace_id": trace_id,
+        "history": history(outcome),
+    }
+    return Failure(**told | _particulars(error, told))
+
+
+def _particulars(error: ErgonError | None, told: Mapping[str, Any]) -> dict[str, Any]:
+    """What *error*, or the error of ours that caused it, adds to *told*; what we know ourselves it cannot change."""
+    while error is not None and not error.particulars:
+        error = error.__cause__ if isinstance(error.__cause__, ErgonError) else None
+    if error is None:
+        return {}
+    added = error.particulars.items()
+    return {name: value for name, value in added if value is not None and (name in _THEIRS or name not in told)}
+
+
+#: Known to whoever made the effect better than to the task that asked for it.
+_THEIRS: Final = frozenset({"idempotency_key"})
 
 
 def _without_error(outcome: Outcome) -> Category:

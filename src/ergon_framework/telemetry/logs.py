@@ -16,12 +16,12 @@ log: Final = logging.getLogger(f"{LIBRARY}.task")
 _own: Final = logging.getLogger(__name__)
 
 
-def say(level: int, event: str, fields: Mapping[str, Any]) -> None:
+def say(level: int, event: str, fields: Mapping[str, Any], *, to: logging.Logger = log) -> None:
     """Log *event*; fields that are None are left out."""
-    if log.isEnabledFor(level):
+    if to.isEnabledFor(level):
         # Filters and handlers are foreign code, and must not end the loop that has something to say.
         with suppress(Exception):
-            log.log(level, event, extra={name: value for name, value in fields.items() if value is not None})
+            to.log(level, event, extra={name: value for name, value in fields.items() if value is not None})
 
 
 def telemetry_failed(error: BaseException) -> None:

@@ -11,14 +11,14 @@ import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
 from opentelemetry import metrics as api
 from opentelemetry.metrics import CallbackOptions, Meter, MeterProvider, Observation
 
 from ergon_framework.telemetry import names
-from ergon_framework.telemetry.names import LIBRARY, METRICS, Attribute, Metric
+from ergon_framework.telemetry.names import LIBRARY, METRICS, Metric
 
 #: Upper bounds of the buckets of durations, in seconds; there is one more above them.
 BOUNDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -28,7 +28,7 @@ _LE: Final = (*(f"{bound:g}" for bound in BOUNDS), "+Inf")
 VALUES: Final = 100
 OTHER: Final = "other"
 
-#: A metric's name and the values of its attributes after the task.
+#: A metric's name and the values of its attributes after the first, which is the task, or the provider.
 Key: TypeAlias = tuple[str, tuple[str, ...]]
 Numbers: TypeAlias = dict[Key, float]
 #: Running, abandoned, held.
@@ -121,6 +121,9 @@ def _histogram(step: str, durations: Durations) -> Numbers:
     return found if so_far else {}
 
 
+C = TypeVar("C", bound=Counts)
+
+
 class Bound:
     """Keeps labels few: after so many values of one, the others are one and the same."""
 
@@ -157,6 +160,12 @@ class Registry:
     def counts(self, task: str, *, steps: Iterable[str], everyday: tuple[str, str]) -> Counts:
         """The numbers of a new loop of *task*; they are seen once it is opened."""
         return Counts(self._bound.value(("", 0), task), steps=steps, everyday=everyday, bound=self._bound)
+
+    def join(self, kind: Callable[..., C], name: str) -> C:
+        """Numbers of a kind of their own, called *name* where others name a task; they are seen at once, and stay."""
+        counts = kind(self._bound.value(("", 0), name), bound=self._bound)
+        self.open(counts)
+        return counts
 
     def open(self, counts: Counts) -> None:
         with self._lock:
@@ -234,7 +243,7 @@ def _add_all(sums: dict[str, Numbers], task: str, numbers: Numbers) -> None:
 
 def _labels(metric: Metric, task: str, values: tuple[str, ...]) -> dict[str, str]:
     labels = dict(zip(metric.attributes[1:], values, strict=True))
-    return {Attribute.TASK: task} | {name: value for name, value in labels.items() if value}
+    return {metric.attributes[0]: task} | {name: value for name, value in labels.items() if value}
 
 
 _registries: WeakKeyDictionary[MeterProvider, Registry] = WeakKeyDictionary()

@@ -33,6 +33,8 @@ class Span:
     HANDLE_PRODUCE_SUCCESS_ATTEMPT: Final = "handle_produce_success.attempt"
     HANDLE_PRODUCE_EXCEPTION: Final = "handle_produce_exception"
     HANDLE_PRODUCE_EXCEPTION_ATTEMPT: Final = "handle_produce_exception.attempt"
+    PROVIDER_CALL: Final = "provider_call"
+    PROVIDER_CALL_ATTEMPT: Final = "provider_call.attempt"
 
 
 class Attribute:
@@ -63,6 +65,12 @@ class Attribute:
     RESULT: Final = "ergon.settle.result"
     STATE: Final = "ergon.slot.state"
     QUEUE_STATE: Final = "ergon.queue.state"
+    PROVIDER: Final = "ergon.provider.name"
+    CAPABILITY: Final = "ergon.provider.capability"
+    OPERATION: Final = "ergon.provider.operation"
+    HTTP_STATUS: Final = "ergon.provider.http_status"
+    REPLAYED: Final = "ergon.provider.replayed"
+    BREAKER_STATE: Final = "ergon.provider.breaker.state"
     #: The upper bound of a bucket; spelled as those who read histograms expect it.
     LE: Final = "le"
 
@@ -148,6 +156,32 @@ BLOCKED: Final = Metric(
     "ergon.loop.blocked", "counter", "{time}", "Times that something held the event loop for too long.", _STEP
 )
 
+_PROVIDER: Final = (Attribute.PROVIDER, Attribute.CAPABILITY)
+PROVIDER_CALLS: Final = Metric(
+    "ergon.provider.calls",
+    "counter",
+    "{call}",
+    "Calls of a provider that are over, with all their attempts.",
+    (*_PROVIDER, Attribute.OUTCOME, Attribute.CODE),
+)
+PROVIDER_ATTEMPTS: Final = Metric(
+    "ergon.provider.attempts",
+    "counter",
+    "{attempt}",
+    "Attempts at a call of a provider, those included that quota or breaker held back.",
+    (*_PROVIDER, Attribute.OUTCOME, Attribute.CODE),
+)
+PROVIDER_SECONDS: Final = Metric(
+    "ergon.provider.attempts.duration", "counter", "s", "Seconds that those attempts took.", _PROVIDER
+)
+PROVIDER_BREAKERS: Final = Metric(
+    "ergon.provider.breaker.transitions",
+    "counter",
+    "{transition}",
+    "States that breakers have entered.",
+    (*_PROVIDER, Attribute.BREAKER_STATE),
+)
+
 METRICS: Final = (
     TRANSACTIONS,
     ATTEMPTS,
@@ -172,6 +206,10 @@ METRICS: Final = (
     QUEUE_LAG,
     PAUSED,
     BLOCKED,
+    PROVIDER_CALLS,
+    PROVIDER_ATTEMPTS,
+    PROVIDER_SECONDS,
+    PROVIDER_BREAKERS,
 )
 
 
@@ -194,6 +232,9 @@ class Event:
     CONTRACT_BREACH: Final = "contract breach"
     TELEMETRY_FAILED: Final = "telemetry failed"
     CALLBACK_FAILED: Final = "on_outcome failed"
+    PROVIDER_CALL_FAILED: Final = "provider call failed"
+    BREAKER_CHANGED: Final = "breaker changed"
+    BOOKS_FAILED: Final = "books failed"
 
 
 class Field:
@@ -227,6 +268,13 @@ class Field:
     PID: Final = "pid"
     STAGE: Final = "stage"
     EXIT_CODE: Final = "exit_code"
+    CAMPAIGN_ID: Final = "campaign_id"
+    PROVIDER_NAME: Final = "provider_name"
+    CAPABILITY: Final = "capability"
+    OPERATION: Final = "operation"
+    IDEMPOTENCY_KEY: Final = "idempotency_key"
+    REASON_CODE: Final = "reason_code"
+    BREAKER_STATE: Final = "breaker_state"
 
 
 def listed(names: type) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ergon_framework import scope
-from ergon_framework.engine.drivers.aio import SLICE, Asyncio, _clock_of, _first, _Within
+from ergon_framework.engine.drivers.aio import SLICE, Asyncio, _first, _Within, clock_of
 from ergon_framework.engine.effects import NEVER, Call, Gone, Script, Sleep, Spawn, Wait
 from ergon_framework.engine.outcome import Err, Expired, Ok, Stopped
 from ergon_framework.engine.senses import Senses
@@ -538,8 +538,8 @@ def test_the_clock_is_the_loops_own() -> None:
 
     plain, odd = asyncio.SelectorEventLoop(), Odd()
     try:
-        assert _clock_of(plain) is time.monotonic
-        assert _clock_of(odd) == odd.time
+        assert clock_of(plain) is time.monotonic
+        assert clock_of(odd) == odd.time
     finally:
         plain.close()
         odd.close()

@@ -189,6 +189,39 @@ def test_a_wait_beyond_what_is_held_goes_back_to_the_broker(hold: float, deferre
         assert isinstance(world.effect, Sleep)
 
 
+@pytest.mark.spec("PRV-31")
+@pytest.mark.parametrize("asked, waited", [(None, 4.0), (3.0, 4.0), (9.0, 9.0)])
+@pytest.mark.parametrize("given", [{}, {"hold": 30.0}, {"max_attempts": 1}, {"max_attempts": 3, "first": 2}])
+def test_what_could_not_even_be_tried_goes_back_at_once_and_costs_no_attempt(
+    given: dict[str, Any], asked: float | None, waited: float
+) -> None:
+    world = World(defers=True, **given)
+    error = ErgonError("not now", later=True, retry_after=asked)
+    world.answer(Err(error))
+    deferred = world.result
+    assert isinstance(deferred, Deferred)
+    assert (deferred.error, deferred.attempt, deferred.delay) == (error, given.get("first", 0), waited)
+    assert world.notes == []
+
+
+@pytest.mark.spec("PRV-31")
+def test_the_attempts_before_it_keep_their_notes() -> None:
+    world = World(defers=True).fail()
+    assert isinstance(world.answer(None).fail(later=True).result, Deferred)
+    assert [(note.attempt, note.delay) for note in world.notes] == [(0, 4.0)]
+
+
+@pytest.mark.spec("PRV-31")
+@pytest.mark.parametrize("verdict", [{"category": Category.BUSINESS}, {"final": True}])
+def test_an_error_that_says_both_later_and_never_means_never(verdict: dict[str, Any]) -> None:
+    assert isinstance(World(defers=True).fail(later=True, **verdict).result, Failed)
+
+
+def test_a_step_that_does_not_defer_takes_later_for_any_other_failure() -> None:
+    world = World(defers=False).fail(later=True, retry_after=9.0)
+    assert (world.effect.until, world.note.delay) == (9.0, 9.0)
+
+
 @pytest.mark.parametrize("defers", [None, False])
 def test_a_step_that_does_not_defer_sleeps_however_long_it_takes(defers: bool | None) -> None:
     assert isinstance(World(defers=defers, hold=0.0).fail().effect, Sleep)

@@ -465,3 +465,15 @@ def test_any_history_is_the_one_that_the_model_tells(events, threshold, cooldown
                 flying.append((leave, answer))
             assert breaker.state == model.word
         assert breaker.consecutive_failures == model.faults_in_a_row
+
+
+# -- what a gate is told --------------------------------------------------------------------------
+
+
+@pytest.mark.spec("PRV-31")
+def test_a_gate_is_told_only_of_what_is_certain():
+    assert breakers.held_until(Snapshot()) is None
+    assert breakers.held_until(opened().snapshot) == 10.0
+    assert breakers.held_until(half_open()[0].snapshot) is None, "a probe may be let through"
+    assert breakers.held_until(breakers.force_open(Snapshot(), until=99.0)) == 99.0
+    assert breakers.held_until(breakers.disable(opened().snapshot, until=99.0)) is None

@@ -35,7 +35,7 @@ class Asyncio(Slots):
 
     def __init__(self, senses: Senses | None = None) -> None:
         self._loop = asyncio.get_running_loop()
-        super().__init__(senses or Senses(clock=_clock_of(self._loop)))
+        super().__init__(senses or Senses(clock=clock_of(self._loop)))
         self._thread = threading.get_ident()
         self._context = copy_context()
         self._ready: deque[tuple[Slot, Any]] = deque()
@@ -282,7 +282,7 @@ def _first(call: Call) -> tuple[Any, Any]:
         return checked(stop.value), _NOTHING
 
 
-def _clock_of(loop: asyncio.AbstractEventLoop) -> Callable[[], float]:
+def clock_of(loop: asyncio.AbstractEventLoop) -> Callable[[], float]:
     """The loop's own clock; asyncio's standard one is asked directly, because it is asked often."""
     plain = type(loop).time is asyncio.BaseEventLoop.time
     return time.monotonic if plain else loop.time

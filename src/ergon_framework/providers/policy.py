@@ -1,0 +1,41 @@
+"""The policy of a provider: one object that says how its calls are made."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Literal
+
+from pydantic import Field
+
+from ergon_framework.policy import Policy, Seconds
+from ergon_framework.providers.circuit_breaker import BreakerPolicy
+from ergon_framework.providers.quota import WindowKind
+from ergon_framework.providers.retry import RetryPolicy
+
+
+class QuotaPolicy(Policy):
+    """How many calls a window may see; None is no limit."""
+
+    minute: int | None = Field(default=None, ge=0, description="Calls a minute.")
+    hour: int | None = Field(default=None, ge=0, description="Calls an hour.")
+    day: int | None = Field(default=None, ge=0, description="Calls a day.")
+    month: int | None = Field(default=None, ge=0, description="Calls a month.")
+
+    @cached_property
+    def limits(self) -> tuple[tuple[WindowKind, int], ...]:
+        """The windows that have a limit, the shortest first."""
+        found = ((kind, getattr(self, kind.value)) for kind in WindowKind)
+        return tuple((kind, limit) for kind, limit in found if limit is not None)
+
+
+class ProviderPolicy(Policy):
+    """How the calls of a provider are made."""
+
+    timeout: float = Field(default=30.0, gt=0, description="Seconds for a call with all its attempts and waits.")
+    retry: RetryPolicy = Field(default=RetryPolicy(), description="Attempts and waits.")
+    breaker: BreakerPolicy = Field(default=BreakerPolicy(), description="When calls are held back, and how long.")
+    quota: QuotaPolicy = Field(default=QuotaPolicy(), description="How many calls a window may see.")
+    scope: Literal["tenant", "provider"] = Field(
+        default="tenant", description="Whose quota and breaker: each tenant's own, or one for all tenants."
+    )
+    keep: Seconds = Field(default=86_400.0, description="Seconds for which the result of a key is played back.")
