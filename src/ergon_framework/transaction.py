@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import time
-import uuid
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NoReturn, Self
@@ -126,7 +126,7 @@ class Transaction(_Draft):
         below = scope.current()
         fields.setdefault("created_at", time.time())
         if below is None:
-            fields.setdefault("id", uuid.uuid4().hex)
+            fields.setdefault("id", os.urandom(16).hex())
             return cls(payload=payload, **fields)
         if "id" not in fields:
             fields["id"] = below.derive(name or f"{fields.get('source', '')}/{fields.get('type', '')}")

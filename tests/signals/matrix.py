@@ -76,13 +76,13 @@ def _go(world: World) -> None:
 
 
 STATES = (
-    # They leave at once; what is promised, also on a busy machine, is the grace and a little more.
-    State("idle", "idle", orders=False, most=DRAIN),
-    State("fetching", "fetching", orders=False, most=DRAIN),
+    # Whoever has nothing to wait for leaves at once: none of the grace is used.
+    State("idle", "idle", orders=False),
+    State("fetching", "fetching", orders=False),
     State("backoff", "began", least=DRAIN, most=DRAIN, fate="released"),
-    State("handler", "began", drain=LONG, most=DRAIN, after=_go),
+    State("handler", "began", drain=LONG, after=_go),
     State("never", "began", least=DRAIN, most=DRAIN, codes=(Exit.LEFT_BEHIND,), fate="claimed"),
-    State("settle", "began", drain=LONG, most=DRAIN, before=_settling, after=_go),
+    State("settle", "began", drain=LONG, before=_settling, after=_go),
     # Closing without a server takes what is left of the time, and on a busy machine more: both codes tell the truth.
     State(
         "down",

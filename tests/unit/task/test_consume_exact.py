@@ -95,6 +95,7 @@ class Loop:
             watch=self.watch,
             on_outcome=self.outcomes.append,
         )
+        self.trouble_before = self.loop.trouble
         self.script = self.loop.run()
         self.on(None)
 
@@ -202,6 +203,10 @@ def test_a_stop_ends_the_moment_and_the_loop() -> None:
     assert loop.waits == (1, 35.0), "it drains"
     loop.hears(loop.done(2), loop.done(3), loop.done(4))
     assert loop.ends().end is End.STOP
+
+
+def test_a_loop_that_has_not_begun_has_no_trouble() -> None:
+    assert Loop().trouble_before is None
 
 
 def test_every_delivery_is_one_of_those_that_concurrency_bounds() -> None:
@@ -443,7 +448,8 @@ def test_the_last_permitted_delivery_waits_until_nobody_else_runs() -> None:
     loop.hears(loop.done(1))
     loop.hears(WAKE)
     assert (loop.waits, loop.watch.slots()) == ((1, NEVER), (0, 0, 1)), "and b waits until that is settled"
-    assert [(item.delivery.receipt, item.settlement) for item in loop.settling()] == [("c", Release())]
+    (back,) = loop.settling()
+    assert (back.delivery.receipt, back.settlement, back.outcome.reason) == ("c", Release(), "alone")
 
 
 @pytest.mark.spec("CNN-11")

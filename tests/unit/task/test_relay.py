@@ -329,7 +329,7 @@ FULL = ({"ready": 7, "delayed": 2, "in_flight": 1, "dead": 3}, [4.5])
 )
 def test_depth_and_lag_are_read_while_the_relay_runs_and_vanish_with_it(flavour, answer, shown):
     provider = MeterProvider()
-    source = Measured([Depth(9), answer])
+    source = Measured([Depth(9)] * 1000)
     task = made(flavour, source, MemoryConnector("target"), depth_every=0.01)
     task.telemetry = TelemetryOptions(meter_provider=provider)
 
@@ -338,17 +338,19 @@ def test_depth_and_lag_are_read_while_the_relay_runs_and_vanish_with_it(flavour,
             assert source.asked.acquire(timeout=20)
         return levels(provider)
 
+    def looked():
+        assert asked()[0]["ready"] == 9, "what follows replaces something"
+        source.answers = iter([answer] * 1000)
+        source.asked = threading.Semaphore(0)
+        return asked()
+
     async def opened():
         async with task.opened():
-            source.answers = iter([answer] * 1000)
-            source.asked = threading.Semaphore(0)
-            return await asyncio.to_thread(asked)
+            return await asyncio.to_thread(looked)
 
     if flavour == "sync":
         with task.opened():
-            source.answers = iter([answer] * 1000)
-            source.asked = threading.Semaphore(0)
-            found = asked()
+            found = looked()
     else:
         found = asyncio.run(opened())
     assert found == shown
