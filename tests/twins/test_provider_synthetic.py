@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import threading
 import time
 
+import httpx
 import pytest
 
 from ergon_framework.providers.base import AsyncProviderBase, ProviderBase
@@ -20,7 +20,6 @@ from tests.twins.world import Pulse
 
 QUICK = RetryPolicy(max_attempts=3, base_delay_seconds=0.005, jitter_ratio=0.0)
 DOWN = Behaviour(status=503)
-WITH_HTTPX = importlib.util.find_spec("httpx") is not None
 
 
 class Httpx(ProviderBase):
@@ -31,8 +30,6 @@ class Httpx(ProviderBase):
         self._url = upstream.url
 
     def _execute_impl(self, *, operation, payload, context, **_):
-        import httpx  # noqa: PLC0415 - only where it is installed
-
         headers = {"Idempotency-Key": context.idempotency_key} if context.idempotency_key else {}
         answer = httpx.post(f"{self._url}/{operation}", json=payload, headers=headers, timeout=context.timeout)
         answer.raise_for_status()
@@ -47,8 +44,6 @@ class AsyncHttpx(AsyncProviderBase):
         self._url = upstream.url
 
     async def _execute_impl(self, *, operation, payload, context, **_):
-        import httpx  # noqa: PLC0415 - as above
-
         async with httpx.AsyncClient(timeout=context.timeout) as client:
             answer = await client.post(f"{self._url}/{operation}", json=payload)
             answer.raise_for_status()
@@ -65,8 +60,6 @@ KINDS = {
 
 @pytest.fixture(params=KINDS)
 def client(request):
-    if "httpx" in request.param and not WITH_HTTPX:
-        pytest.skip("httpx is not installed")
     return KINDS[request.param]
 
 
