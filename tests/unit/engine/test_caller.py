@@ -332,6 +332,25 @@ def test_a_cancellation_that_a_body_raises_is_an_answer(until):
     assert isinstance(answer.error, asyncio.CancelledError)
 
 
+def test_an_abandoned_task_is_cancelled():
+    left = []
+
+    async def hangs():
+        try:
+            await asyncio.sleep(1000)
+        except asyncio.CancelledError:
+            left.append(asyncio.get_running_loop().time())
+            raise
+
+    async def main():
+        answer = await AsyncCaller().perform(one(Call("body", hangs, (), 2.0)))
+        await asyncio.sleep(1.0)
+        return answer
+
+    assert isinstance(run_virtual(main()), Expired)
+    assert left == [2.0]
+
+
 def test_a_body_that_ignores_its_cancellation_is_not_awaited():
     async def stubborn():
         end = asyncio.get_running_loop().time() + 30

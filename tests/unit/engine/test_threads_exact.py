@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import importlib.util
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -305,6 +306,15 @@ def test_executors_are_named_ergon_and_numbered_from_one(still: Still) -> None:
 
 
 # -- waiting ------------------------------------------------------------------------------------
+
+
+def test_an_alarm_that_nobody_has_rung_makes_wait() -> None:
+    alarm, began = RealTime().alarm(), time.monotonic()
+    alarm.wait(0.1)
+    assert time.monotonic() - began >= 0.09
+    alarm.ring()
+    alarm.ring()
+    alarm.wait(1000.0)
 
 
 def test_an_alarm_waits_as_long_as_it_is_told_and_forgets_the_ring() -> None:
