@@ -6,7 +6,7 @@ import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, Generic, TypeVar, cast
 
 from ergon_framework import scope
 from ergon_framework.engine.drivers.caller import AsyncCaller, Caller
@@ -29,13 +29,17 @@ from ergon_framework.providers.memory import process_books
 from ergon_framework.providers.observe import Observer, safely
 from ergon_framework.providers.policy import ProviderPolicy
 
+#: Which books, and who performs the script.
+B = TypeVar("B", bound=Recording)
+C = TypeVar("C", Caller, AsyncCaller)
+
 _caller: Final = Caller()
 _async_caller: Final = AsyncCaller()
 #: Seconds after which a gate that is closed is looked at again.
 _LOOK: Final = 1.0
 
 
-class Provider(ABC):
+class Provider(ABC, Generic[B, C]):
     """What the two variants share: who a provider is, and what a call of it is part of.
 
     Operations in ``reads`` change nothing, so they are given no key and may be called again and again.
@@ -45,6 +49,30 @@ class Provider(ABC):
     capability: ClassVar[str]
     policy: ProviderPolicy = ProviderPolicy()
     reads: frozenset[str] = frozenset()
+    _books: B | None = None
+    _caller: C
+
+    def __init__(
+        self, *, books: B | None = None, policy: ProviderPolicy | None = None, caller: C | None = None
+    ) -> None:
+        self._check()
+        self._books = books
+        if policy is not None:
+            self.policy = policy
+        if caller is not None:
+            self._caller = caller
+
+    @property
+    def books(self) -> B:
+        # Those of the process are for threads and for tasks.
+        return cast("B", process_books()) if self._books is None else self._books
+
+    def gate(self) -> Pause | None:
+        """Hold back the fetches of a task that names this provider in ``uses``, while its breaker is open for all.
+
+        A breaker of one tenant holds back nobody else's transactions, so that it is no gate.
+        """
+        return self._pause(self.books, self._caller.senses.wall())
 
     def _request(
         self,
@@ -112,29 +140,14 @@ class Provider(ABC):
                 raise ConfigurationError(f"{type(self).__name__} needs a {name}: a short text, as a class attribute")
 
 
-class ProviderBase(Provider):
+class ProviderBase(Provider[Books, Caller]):
     """A provider that is called from threads. A subclass writes ``_execute_impl``; nobody else calls it.
 
     Without *books* all providers of the process share one set in memory, so that two objects of one
     name have one quota and one breaker.
     """
 
-    _books: Books | None = None
     _caller: Caller = _caller
-
-    def __init__(
-        self, *, books: Books | None = None, policy: ProviderPolicy | None = None, caller: Caller | None = None
-    ) -> None:
-        self._check()
-        self._books = books
-        if policy is not None:
-            self.policy = policy
-        if caller is not None:
-            self._caller = caller
-
-    @property
-    def books(self) -> Books:
-        return process_books() if self._books is None else self._books
 
     def execute(
         self,
@@ -191,13 +204,6 @@ class ProviderBase(Provider):
         )
         return result.value or {}
 
-    def gate(self) -> Pause | None:
-        """Hold back the fetches of a task that names this provider in ``uses``, while its breaker is open for all.
-
-        A breaker of one tenant holds back nobody else's transactions, so that it is no gate.
-        """
-        return self._pause(self.books, self._caller.senses.wall())
-
     @abstractmethod
     def _execute_impl(
         self,
@@ -214,29 +220,10 @@ class ProviderBase(Provider):
         """
 
 
-class AsyncProviderBase(Provider):
+class AsyncProviderBase(Provider[AsyncBooks, AsyncCaller]):
     """A provider that is called from asyncio; the same promises. A call that hangs is cancelled, and not awaited."""
 
-    _books: AsyncBooks | None = None
     _caller: AsyncCaller = _async_caller
-
-    def __init__(
-        self,
-        *,
-        books: AsyncBooks | None = None,
-        policy: ProviderPolicy | None = None,
-        caller: AsyncCaller | None = None,
-    ) -> None:
-        self._check()
-        self._books = books
-        if policy is not None:
-            self.policy = policy
-        if caller is not None:
-            self._caller = caller
-
-    @property
-    def books(self) -> AsyncBooks:
-        return process_books() if self._books is None else self._books
 
     async def execute(
         self,
@@ -285,10 +272,6 @@ class AsyncProviderBase(Provider):
             context=context,
         )
         return result.value or {}
-
-    def gate(self) -> Pause | None:
-        """See ProviderBase."""
-        return self._pause(self.books, self._caller.senses.wall())
 
     @abstractmethod
     async def _execute_impl(

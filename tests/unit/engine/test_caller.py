@@ -117,6 +117,23 @@ def test_a_body_sees_the_callers_variables_and_its_own_scope_and_leaves_nothing_
     assert seen == [("the caller's", inner), ("the caller's", None)]
 
 
+def test_a_body_without_a_scope_of_its_own_is_in_the_callers(flavour):
+    outer, inner = (Scope(Transaction(name), "process", 0) for name in ("outer", "inner"))
+
+    def make(clock, sleep):
+        mine = yield Call("x", body(flavour, sleep, scope.current), (0,), clock() + 9)
+        own = yield Call("x", body(flavour, sleep, scope.current), (0,), clock() + 9, inner)
+        return mine.value, own.value
+
+    def within():
+        scope.enter(outer)
+        return perform(flavour, make)
+
+    found, _ = contextvars.copy_context().run(within)
+    assert found == (outer, inner)
+    assert not inner.cancelled, "it came back in time"
+
+
 def test_a_body_runs_in_the_context_that_its_call_brings(flavour):
     context = contextvars.copy_context()
     context.run(variable.set, "brought")
@@ -238,29 +255,30 @@ def test_what_strikes_the_waiting_thread_is_told_to_the_script_and_raised_at_its
 
 
 def test_who_is_struck_twice_leaves_at_once():
+    blows, told = iter([KeyboardInterrupt("first"), KeyboardInterrupt("second")]), []
+
     class Bell:
         def ring(self): ...
 
         def wait(self, seconds):
-            raise KeyboardInterrupt
-
-    closed = []
+            raise next(blows)
 
     def script():
         try:
+            told.append((yield Sleep(time.monotonic() + 9)).body)
             yield Sleep(time.monotonic() + 9)
-            yield Sleep(time.monotonic() + 9)
+            told.append("went on")
         finally:
-            closed.append(True)
+            told.append("closed")
 
     caller: Any = Caller()
     caller._waiting.alarm = Bell
     try:
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt, match="second"):
             caller.perform(script())
     finally:
         del caller._waiting.alarm
-    assert closed == [True]
+    assert told == [None, "closed"]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -306,21 +324,46 @@ def test_a_cancellation_is_told_to_the_script_and_passed_on_at_its_end():
 
 
 def test_a_second_cancellation_ends_it_at_once():
+    told = []
+
     def script(loop):
-        yield Sleep(loop.time() + 50)
-        yield Call("books", asyncio.sleep, (50,))
+        try:
+            told.append((yield Sleep(loop.time() + 50)).body)
+            yield Call("books", asyncio.sleep, (50,))
+            told.append("went on")
+        finally:
+            told.append("closed")
 
     async def main():
         loop = asyncio.get_running_loop()
         task = asyncio.create_task(AsyncCaller().perform(script(loop)))
-        for _ in range(2):
+        for word in ("first", "second"):
             await asyncio.sleep(1)
-            task.cancel()
-        with pytest.raises(asyncio.CancelledError):
+            task.cancel(word)
+        with pytest.raises(asyncio.CancelledError, match="second"):
             await task
         return loop.time()
 
     assert run_virtual(main()) == 2.0
+    assert told == [None, "closed"]
+
+
+def test_a_cancellation_in_a_call_without_a_deadline_is_told_as_one():
+    told = []
+
+    def script():
+        told.append((yield Call("books", asyncio.sleep, (50,))))
+
+    async def main():
+        task = asyncio.create_task(AsyncCaller().perform(script()))
+        await asyncio.sleep(1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    run_virtual(main())
+    assert isinstance(told[0], Stopped)
+    assert told[0].body.step == "books"
 
 
 @pytest.mark.parametrize("until", [5.0, NEVER])

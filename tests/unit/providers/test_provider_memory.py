@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -352,7 +351,7 @@ class CountingAsync(AsyncProviderBase):
 @pytest.mark.parametrize("failures", [1, 3], ids=["retried", "given up"])
 def test_nothing_of_a_failed_attempt_waits_for_the_garbage_collector(kind, failures):
     """The exceptions of clients hold sockets."""
-    seen = []
+    seen, gone = [], threading.Semaphore(0)
 
     class Answer:
         pass
@@ -361,7 +360,7 @@ def test_nothing_of_a_failed_attempt_waits_for_the_garbage_collector(kind, failu
         def __init__(self):
             super().__init__("gone")
             self.response = Answer()
-            seen.append(weakref.ref(self.response))
+            seen.append(weakref.ref(self.response, lambda _: gone.release()))
 
     def act():
         if len(seen) == failures:
@@ -380,9 +379,7 @@ def test_nothing_of_a_failed_attempt_waits_for_the_garbage_collector(kind, failu
     gc.disable()
     try:
         asyncio.run(call())
-        end = time.monotonic() + 5
-        while any(response() for response in seen) and time.monotonic() < end:
-            time.sleep(0.001)  # the thread that made the call may still be on its way out of it
-        assert [response() for response in seen] == [None] * failures
+        # Waited for, because the thread that made the call may still be on its way out of it.
+        assert all(gone.acquire(timeout=5) for _ in range(failures))
     finally:
         gc.enable()

@@ -105,17 +105,20 @@ def test_a_call_that_was_given_up_is_a_span_with_an_error(exporter):
 
 
 def test_a_call_that_was_interrupted_leaves_no_open_span(exporter):
+    begun = asyncio.Event()
+
     class Hanging(AsyncProviderBase):
         provider_name, capability = f"seen-{next(numbers)}", "charging"
 
         async def _execute_impl(self, **_):
+            begun.set()
             await asyncio.sleep(60)
 
     some = Hanging(books=MemoryBooks())
 
     async def main():
         task = asyncio.create_task(some.call("charge", {}))
-        await asyncio.sleep(0.01)
+        await begun.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
