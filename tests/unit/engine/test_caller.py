@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
+import gc
 import os
 import signal
 import threading
@@ -185,6 +187,37 @@ def test_a_call_without_a_deadline_is_made_in_the_callers_own_thread():
     assert caller.perform(script(time.monotonic() + 9)).value != threading.get_ident()
 
 
+def test_bodies_run_in_threads_that_are_kept_and_named():
+    caller = Caller()
+    answer = caller.perform(one(Call("x", threading.current_thread, (), time.monotonic() + 9)))
+    assert answer.value.name.startswith("ergon-call")
+    assert caller._daemons() is caller._daemons()
+
+
+def test_who_was_struck_leaves_nothing_behind():
+    """Not even until the garbage collector comes: what an exception holds may be sockets."""
+
+    class Struck(Exception):
+        pass
+
+    class Bell:
+        def ring(self): ...
+
+        def wait(self, seconds):
+            raise Struck
+
+    def strike(caller):
+        with contextlib.suppress(Struck):
+            caller.perform(one(Sleep(time.monotonic() + 9)))
+
+    caller: Any = Caller()
+    caller._waiting.alarm = Bell
+    try:
+        assert not left_by(Struck, lambda: strike(caller))
+    finally:
+        del caller._waiting.alarm
+
+
 def test_a_call_for_which_no_thread_was_free_never_runs():
     hold, ran = threading.Event(), []
     caller = Caller(threads=1)
@@ -221,6 +254,22 @@ def test_a_body_that_comes_back_in_the_moment_it_is_given_up_is_heard():
 
 def one(effect):
     return (yield effect)
+
+
+def left_by(kind, act):
+    """The objects of *kind* that only the garbage collector would take away after *act*."""
+
+    def there():
+        return [found for found in gc.get_objects() if type(found) is kind]
+
+    gc.collect()
+    gc.disable()
+    try:
+        before = there()
+        act()
+        return [found for found in there() if not any(found is known for known in before)]
+    finally:
+        gc.enable()
 
 
 def test_what_strikes_the_waiting_thread_is_told_to_the_script_and_raised_at_its_end():
@@ -323,6 +372,18 @@ def test_a_cancellation_is_told_to_the_script_and_passed_on_at_its_end():
     assert told[1] == "concluded"
 
 
+def test_a_task_that_was_cancelled_leaves_nothing_behind():
+    async def main():
+        perform = AsyncCaller().perform(one(Sleep(asyncio.get_running_loop().time() + 50)))
+        task = asyncio.create_task(perform)
+        await asyncio.sleep(0)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+    assert not left_by(asyncio.CancelledError, lambda: asyncio.run(main()))
+
+
 def test_a_second_cancellation_ends_it_at_once():
     told = []
 
@@ -386,12 +447,22 @@ def test_an_abandoned_task_is_cancelled():
             raise
 
     async def main():
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: left.append(context))
         answer = await AsyncCaller().perform(one(Call("body", hangs, (), 2.0)))
         await asyncio.sleep(1.0)
         return answer
 
     assert isinstance(run_virtual(main()), Expired)
     assert left == [2.0]
+
+
+def test_a_call_that_came_back_leaves_no_timer_behind():
+    async def main():
+        loop: Any = asyncio.get_running_loop()
+        await AsyncCaller().perform(one(Call("body", asyncio.sleep, (0,), loop.time() + 50)))
+        return [timer for timer in loop._scheduled if not timer.cancelled()]
+
+    assert asyncio.run(main()) == []
 
 
 def test_a_body_that_ignores_its_cancellation_is_not_awaited():

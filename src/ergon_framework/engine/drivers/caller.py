@@ -14,7 +14,7 @@ import os
 from collections.abc import Awaitable, Callable
 from contextvars import Context, copy_context
 from functools import partial
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 from ergon_framework import scope
 from ergon_framework.engine.drivers.aio import clock_of
@@ -65,9 +65,12 @@ class Caller:
                     script.close()
                     raise
                 struck, answer = error, Stopped(effect if isinstance(effect, Call) else None)
-        if struck is not None:
-            _strike(struck)
-        return result
+        if struck is None:
+            return result
+        try:
+            raise struck
+        finally:
+            del struck  # a frame that holds the exception which holds the frame
 
     def _performed(self, effect: Any) -> Any:
         if type(effect) is Call:
@@ -109,8 +112,6 @@ class Caller:
         body.begun = True
         if not body.abandoned:
             body.answer = _made_within(body.context, body.call)
-            if body.abandoned:
-                body.answer = None
         body.alarm.ring()
 
     def _daemons(self) -> DaemonExecutor:
@@ -167,9 +168,12 @@ class AsyncCaller:
                     script.close()
                     raise
                 struck, answer = error, Stopped(effect if isinstance(effect, Call) else None)
-        if struck is not None:
-            _strike(struck)
-        return result
+        if struck is None:
+            return result
+        try:
+            raise struck
+        finally:
+            del struck  # a frame that holds the exception which holds the frame
 
     async def _performed(self, effect: Any) -> Any:
         if type(effect) is Call:
@@ -218,13 +222,6 @@ class _Body:
 
     def came(self) -> bool:
         return self.answer is not None
-
-
-def _strike(struck: BaseException) -> NoReturn:
-    try:
-        raise struck
-    finally:
-        del struck  # a frame that holds the exception which holds the frame
 
 
 def _context(call: Call) -> Context:
