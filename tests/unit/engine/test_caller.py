@@ -219,18 +219,25 @@ def test_who_was_struck_leaves_nothing_behind():
 
 
 def test_a_call_for_which_no_thread_was_free_never_runs():
-    hold, ran = threading.Event(), []
+    inside, hold, ran = threading.Event(), threading.Event(), []
     caller = Caller(threads=1)
 
-    def blocked():
-        yield Call("x", hold.wait, (), time.monotonic() + 0.02)
-        answer = yield Call("x", ran.append, (1,), time.monotonic() + 0.02)
-        hold.set()
-        after = yield Call("x", lambda: 3, (), time.monotonic() + 9)
-        return answer, after
+    def occupy():
+        inside.set()
+        hold.wait()
 
-    answer, after = caller.perform(blocked())
+    def call(act, *args, seconds=60.0):
+        return caller.perform(one(Call("x", act, args, time.monotonic() + seconds)))
+
+    other = threading.Thread(target=call, args=(occupy,))
+    other.start()
+    inside.wait()
+    answer = call(ran.append, 1, seconds=0.02)
+    hold.set()
+    other.join()
+    after = call(lambda: 3)
     assert isinstance(answer.error, NotBegunError)
+    assert answer.error.code == "not_begun"
     assert (after.value, ran) == (3, [])
 
 

@@ -397,3 +397,23 @@ def test_a_record_of_an_error_without_a_cause_names_the_error_itself() -> None:
     record = recorded(made)
     assert (record.error_type, record.error_message) == ("BusinessError", "no")
     assert (record.reason_code, record.final) == ("expired", False)
+
+
+def test_what_an_error_knows_of_its_effect_is_told_and_what_we_know_better_is_not() -> None:
+    class Refused(BusinessError):
+        pass
+
+    made = Outcome(Transaction("1", tenant="acme"), Kind.FAILED)
+    refused = Refused("no")
+    refused.particulars = {
+        "provider_name": "rank",
+        "campaign_id": None,
+        "idempotency_key": "1/rank.fetch",
+        "tenant_id": "somebody else",
+    }
+    made.error = refused
+    record = recorded(made)
+    assert (record.provider_name, record.campaign_id, record.tenant_id) == ("rank", None, "acme")
+    assert record.idempotency_key == "1/rank.fetch"
+    refused.particulars = {"idempotency_key": None, "provider_name": "rank"}
+    assert recorded(made).idempotency_key == "1", "what it does not know it does not take away"
