@@ -147,12 +147,14 @@ class BodyRecord:
 
     ``left`` is infinite if it had not left when the record was closed; a runner should let virtual
     time go on after the loop's end, so that late leavers are seen. ``result`` is what user code did,
-    whatever the engine made of it.
+    whatever the engine made of it. ``late`` is how much longer it stayed than it meant to: nobody but the
+    machine keeps a sleeper.
     """
 
     call: Call
     left: float = math.inf
     result: Literal["ok", "raised", "cancelled", "running"] = "ok"
+    late: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,6 @@ import argparse
 import asyncio
 import json
 import logging
-import math
 import multiprocessing
 import sys
 import threading
@@ -139,14 +138,8 @@ class Watch:
         One core may stand still while the watch's own thread runs on another.
         """
         for delivery in run.record.deliveries:
-            counts: Counter[str] = Counter()
             for body in delivery.bodies:
-                step = "process" if body.call.step == "produce" else body.call.step
-                story = getattr(delivery.transaction, step)
-                takes = story[counts[step]].takes if counts[step] < len(story) else 0.0
-                counts[step] += 1
-                if math.isfinite(body.left):
-                    self.woken(body.left - body.call.at - takes, body.left)
+                self.woken(body.late, body.left)
         return run
 
     def disturbed(self, run: Run) -> bool:

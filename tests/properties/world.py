@@ -67,6 +67,12 @@ class Body:
     call: Call
     left: float = math.inf
     result: str = "running"
+    #: Seconds that it means to stay.
+    takes: float = 0.0
+
+    @property
+    def late(self) -> float:
+        return self.left - self.call.at - self.takes if math.isfinite(self.left) else 0.0
 
 
 @dataclass(eq=False)
@@ -116,6 +122,7 @@ class Diary:
             handed.bodies.append(body)
             story = getattr(handed.transaction, "process" if step == "produce" else step)
             behaviour = story[handed.counts[step]] if handed.counts[step] < len(story) else OK
+            body.takes = behaviour.takes
             handed.counts[step] += 1
             self._calls.setdefault(handed.position, Counter())[step] += 1
             return body, behaviour
@@ -234,7 +241,7 @@ class Diary:
                     one.transaction,
                     one.fetch,
                     one.bodies[0].call.at if one.bodies else None,
-                    tuple(BodyRecord(body.call, body.left, body.result) for body in one.bodies),
+                    tuple(BodyRecord(body.call, body.left, body.result, body.late) for body in one.bodies),
                 )
                 for one in self.handed
             ),
