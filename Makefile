@@ -7,6 +7,7 @@ PYTHON ?= $(shell tools/find-python 3.11 3)
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+INSTALL = $(BIN)/uv pip install --quiet --link-mode copy --python $(BIN)/python
 WORKERS ?= 2
 # Every line and branch of these two has a test; the rest has a bar that only moves up.
 PROVEN := src/ergon_framework/engine/*,src/ergon_framework/task/*
@@ -14,6 +15,7 @@ TOTAL := 90
 
 .PHONY: help venv check lint types test spec docs format bench soak mutants memory deep check-all-pythons wheel constraints snapshot
 .PHONY: exam signals bench-postgres chaos-postgres power-postgres poison-postgres
+.PHONY: bench-providers fleet-providers chaos-celery chaos-executors chaos-cron fuzz-executors bench-executors peers
 
 help: ## print every target with one line
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' Makefile | awk -F '\t' '{printf "%-18s %s\n", $$1, $$2}'
@@ -21,10 +23,11 @@ help: ## print every target with one line
 venv: $(STAMP) ## build the environment in $(VENV) from the pinned constraints
 
 # Two steps, because the checkout itself has no hash to check. The built package needs nothing that is not pinned.
-$(STAMP): constraints/dev.txt pyproject.toml
+$(STAMP): constraints/installer.txt constraints/dev.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r constraints/dev.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r constraints/installer.txt
+	$(INSTALL) --require-hashes -r constraints/dev.txt
+	$(INSTALL) --no-deps --no-build-isolation --editable .
 	touch $(STAMP)
 
 check: lint types test spec ## the gate: style, types, tests with branch coverage, requirements
@@ -36,12 +39,15 @@ lint: $(STAMP) ## ruff: rules and format
 types: $(STAMP) ## mypy, strict, on src
 	$(BIN)/mypy
 
-# Sitting the exam is a target of its own: servers are stopped, killed and cut in it for minutes.
-EXAMS := $(addprefix tests/conformance/test_,broken.py memory.py postgres.py)
+# Targets of their own: in the exam servers are stopped, killed and cut for minutes, and each document that is
+# followed word by word has a wheel, an environment and often servers of its own.
+EXAMS := $(addprefix tests/conformance/test_,broken.py memory.py postgres.py executors.py)
+EXAMS += $(addprefix tests/integration/test_jobs_,faults.py chaos.py cron.py)
+DOCUMENTS := tests/docs/test_snippets.py
 
 test: $(STAMP) ## all tests in random order, with branch coverage and its bars
 	$(BIN)/coverage erase
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(EXAMS:%=--ignore=%) --cov --cov-report=
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(EXAMS:%=--ignore=%) $(DOCUMENTS:%=--ignore=%) --cov --cov-report=
 	$(BIN)/coverage report --include='$(PROVEN)' --fail-under=100
 	$(BIN)/coverage report --fail-under=$(TOTAL)
 
@@ -51,13 +57,13 @@ spec: $(STAMP) ## each requirement with its tests; fails where a finished group 
 docs: $(STAMP) ## links, traces of a machine, and every snippet run against the built wheel
 	$(BIN)/python tools/docs.py
 	$(BIN)/python tools/hygiene.py
-	$(BIN)/python -m pytest -q tests/docs
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal tests/docs
 
 format: $(STAMP) ## let ruff put the files into shape
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-exam: $(STAMP) ## every connector takes the exam, against servers that the tests start
+exam: $(STAMP) ## every connector and every executor takes its exam, and jobs theirs, against servers that the tests start
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(EXAMS)
 
 signals: $(STAMP) ## real processes, every state, every signal
@@ -65,6 +71,23 @@ signals: $(STAMP) ## real processes, every state, every signal
 
 bench-postgres: $(STAMP) ## PostgreSQL beside asyncpg and procrastinate; about 25 minutes
 	$(BIN)/python bench/postgres/run.py
+
+bench-providers: $(STAMP) ## what execute adds to a call, and one tenant's health among 10,000,000 attempts
+	$(BIN)/python bench/providers/execute.py
+	$(BIN)/python bench/providers/postgres.py
+	$(BIN)/python bench/providers/summary.py
+
+# RRQ and Celery, apart from our own environment: what they need is theirs.
+PEERS := .venv-peers
+$(PEERS)/.installed: constraints/peers.txt
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r constraints/peers.txt
+	touch $(PEERS)/.installed
+
+peers: $(PEERS)/.installed ## the environment of RRQ and Celery, for the bench of executors
+
+bench-executors: $(STAMP) $(PEERS)/.installed ## the pool, jobs beside RRQ and Celery, and a backlog; about 6 minutes
+	$(BIN)/python bench/executors/run.py
 
 bench: $(STAMP) ## measure, and print ratios
 	$(BIN)/python bench/run.py
@@ -87,7 +110,28 @@ power-postgres: $(STAMP) ## what a power loss leaves of confirmed dispatches (ro
 poison-postgres: $(STAMP) ## one transaction that ends every process, among 500
 	$(BIN)/python -m pytest -q tests/integration/test_postgres_poison.py
 
+chaos-celery: $(STAMP) ## Celery workers, children and RabbitMQ killed; every task ends once (SEED=1)
+	$(BIN)/python tests/chaos/celery_run.py --seed $(or $(SEED),1)
+
+chaos-cron: $(STAMP) ## two orchestrators, an entry for every second, one of the two killed (SECONDS=600)
+	$(BIN)/python tests/chaos/cron.py --seconds $(or $(SECONDS),600) --kills $(or $(KILLS),1)
+
+chaos-executors: $(STAMP) ## 10,000 jobs in three languages through kills and stops (SEED=1); about 6 minutes
+	$(BIN)/python tests/chaos/executors.py --seed $(or $(SEED),1)
+
+# The fuzzer is for Linux on x86-64, and nothing else needs it.
+$(VENV)/.fuzzer: $(STAMP) constraints/fuzz.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r constraints/fuzz.txt
+	touch $(VENV)/.fuzzer
+
+fuzz-executors: $(VENV)/.fuzzer ## both directions of the executor protocol, each for SECONDS=30; runs add up in .fuzz/
+	$(BIN)/python -m tests.fuzz.executors --seconds $(or $(SECONDS),30)
+
+fleet-providers: $(STAMP) ## quota, breaker and keys over many processes, some of them killed; about 4 minutes
+	$(BIN)/python tests/chaos/providers.py
+
 deep: soak mutants bench memory signals bench-postgres chaos-postgres power-postgres ## all that is too slow for the gate
+deep: bench-providers fleet-providers chaos-celery chaos-executors chaos-cron fuzz-executors bench-executors
 
 check-all-pythons: ## the gate under every supported Python, each with an environment of its own
 	@set -e; for version in $(PYTHONS); do \
@@ -102,7 +146,7 @@ wheel: $(STAMP) ## build the wheel into dist/
 snapshot: $(STAMP) ## write the public names down anew
 	$(BIN)/python tools/snapshot.py
 
-constraints: ## pin the tools anew (needs uv)
-	uv pip compile --universal --generate-hashes --no-header --quiet --upgrade --extra dev --python-version 3.11 \
+constraints: $(STAMP) ## pin the tools anew
+	$(BIN)/uv pip compile --universal --generate-hashes --no-header --quiet --upgrade --extra dev --python-version 3.11 \
 		--output-file constraints/dev.txt pyproject.toml
 	! grep -n '://' constraints/dev.txt

@@ -14,13 +14,9 @@ from ergon_framework.connectors.base import Ack
 CLAIMS = 300
 #: Filled by the database itself: a million dispatches would only measure the dispatching.
 FILL = """
-with made as (
-    insert into ergon.content (queue, transaction_id, headers, body)
-    select %(queue)s, 'fill-' || n, jsonb_build_object('ergon-id', 'fill-' || n, 'ergon-source', 'backlog'), %(body)s
-    from generate_series(1, %(count)s) as n
-    returning id, queue
-)
-insert into ergon.ready (id, queue, rank) select id, queue, 0 from made
+insert into ergon.ready (queue, rank, transaction_id, headers, body)
+select %(queue)s, 0, 'fill-' || n, jsonb_build_object('ergon-id', 'fill-' || n, 'ergon-source', 'backlog'), %(body)s
+from generate_series(1, %(count)s) as n
 """
 
 

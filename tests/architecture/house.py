@@ -76,14 +76,17 @@ STORAGE = {"psycopg", "psycopg_pool", "grpc", "grpc_health", "google"}
 EXCEPTIONS: dict[str, set[str]] = {
     "runner.settings": PYDANTIC,
     "runner.sources": PYDANTIC,
+    **{f"schema.{name}": {"psycopg"} for name in ("operation", "line", "lines", "failures")},
     "executor.jobs": STORAGE,
+    "executor.jobs.timetable": {"cronsim"},
     "executor.stores": STORAGE,
     "executor.service": STORAGE,
     "facts.stores": STORAGE,
     "facts.service": STORAGE,
     "providers.sql": {"*"},
-    "providers.celery_task": {"*"},
+    **{f"providers.celery_{name}": {"*"} for name in ("task", "delivery", "request", "feed")},
     "providers.api": {"*"},
+    "providers.tokens": {"jwt", "cryptography"},
 }
 
 #: Distributions that share the namespace of opentelemetry-api but are not it.
@@ -94,12 +97,12 @@ PURE = (
     *(f"engine.{name}" for name in ("effects", "outcome", "backoff", "attempts")),
     *(f"task.{name}" for name in ("lifecycle", "consume", "produce", "fetch", "settle", "renew", "handling", "intake")),
     *(f"task.{name}" for name in ("admission", "crew", "gates", "report")),
-    *(f"executor.{name}" for name in ("protocol", "routing", "verdict")),
+    *(f"executor.{name}" for name in ("lines", "protocol", "routing", "verdict")),
     *(
         f"providers.{name}"
         for name in (
             *("errors", "rules", "mapping", "retry_after", "retry", "circuit_breaker", "quota", "health"),
-            *("execution", "idempotency", "books", "calling", "policy"),
+            *("execution", "idempotency", "books", "calling", "policy", "invocation", "deadletter"),
         )
     ),
     *(f"facts.{name}" for name in ("model", "identity", "publish")),

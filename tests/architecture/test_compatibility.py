@@ -8,14 +8,26 @@ from __future__ import annotations
 
 import copy
 import json
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+from ergon_framework.executor.lines import MAX_DEPTH, MAX_LINE
+from ergon_framework.executor.pool import PoolPolicy
+from ergon_framework.executor.protocol import (
+    LONGEST_TRACEBACK,
+    ErrorType,
+    ExecutionContext,
+    ExecutionOutcome,
+    ExecutionRequest,
+    Status,
+)
 from ergon_framework.task.mixins import policies
 from ergon_framework.task.mixins.policies import Policy
 from ergon_framework.task.report import End, Kind
 from ergon_framework.telemetry import names
+from ergon_framework.testing.conformance.executor import HANDLERS, QUESTIONS
 
 SNAPSHOTS = Path(__file__).with_name("snapshots")
 BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
@@ -98,7 +110,34 @@ def telemetry_now():
     }
 
 
-PARTS = {"policies": policies_now, "telemetry": telemetry_now}
+def executor_now():
+    """What handlers import, what is on the wire, and what an executor must do to pass."""
+    names = {
+        "executor.job": ["current_job"],
+        "executor.pool": ["ExecutorPool", "PoolClosed", "PoolPolicy"],
+        "executor.process": ["Command", "ExecutorReleased", "Limits"],
+        "executor.registry": ["Registry", "Retry"],
+        "executor.task": ["isolated"],
+        "testing.conformance.executor": ["HANDLERS", "QUESTIONS", "Mark", "report", "take"],
+    }
+    return {
+        "names": {
+            module: [name for name in wanted if hasattr(import_module(f"ergon_framework.{module}"), name)]
+            for module, wanted in names.items()
+        },
+        "handlers": sorted(HANDLERS),
+        "questions": sorted(question.name for question in QUESTIONS),
+        "statuses": [status.value for status in Status],
+        "error_types": [kind.value for kind in ErrorType],
+        "fields": {
+            kind.__name__: sorted(kind.model_fields) for kind in (ExecutionRequest, ExecutionContext, ExecutionOutcome)
+        },
+        "pool": {name: str(field.default) for name, field in PoolPolicy.model_fields.items()},
+        "limits": {"line": MAX_LINE, "depth": MAX_DEPTH, "traceback": LONGEST_TRACEBACK},
+    }
+
+
+PARTS = {"policies": policies_now, "telemetry": telemetry_now, "executor": executor_now}
 
 
 def recorded(part):

@@ -36,6 +36,9 @@ class Fault:
 class Torment:
     """Carries out so many faults of each kind, at random moments of *seconds*."""
 
+    #: Seconds after which a process is at work.
+    ripe = 1.5
+
     def __init__(
         self, server: PrivatePostgres, fleet: Fleet, *, lease: float, sockets: str, dice: random.Random
     ) -> None:
@@ -55,8 +58,7 @@ class Torment:
 
     def run(self, seconds: float, wanted: dict[str, int]) -> None:
         """Return when all are done; a moment that found no victim is tried again."""
-        acts = {"stop": self._stop, "kill": self._kill, "crash": self._crash, "cut": self._cut}
-        dice = self._dice
+        acts, dice = self._acts(), self._dice
         plan = sorted((dice.uniform(0, seconds), kind) for kind, count in wanted.items() for _ in range(count))
         began, threads = time.monotonic(), []
         for due, kind in plan:
@@ -67,6 +69,10 @@ class Torment:
             threads.append(thread)
         for thread in threads:
             thread.join()
+
+    def _acts(self) -> dict[str, Callable[[float], bool]]:
+        """What each kind of fault is; False is that there was no victim."""
+        return {"stop": self._stop, "kill": self._kill, "crash": self._crash, "cut": self._cut}
 
     def _act(self, kind: str, act: Callable[[float], bool], luck: float) -> None:
         try:
@@ -87,7 +93,7 @@ class Torment:
         for berth in berths[first:] + berths[:first]:
             if berth.lock.acquire(blocking=False):
                 # One that has only just begun holds nothing and proves nothing.
-                if berth.life.process.poll() is None and time.time() - berth.life.began > 1.5:
+                if berth.life.process.poll() is None and time.time() - berth.life.began > self.ripe:
                     return berth
                 berth.lock.release()
         return None

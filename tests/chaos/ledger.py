@@ -25,15 +25,22 @@ create table chaos.burial (
     at timestamptz not null default clock_timestamp(), by text not null default current_setting('application_name')
 );
 
-create function chaos.on_content() returns trigger language plpgsql as $$ begin
+-- What comes back is moved into content by the statement that brings it back, which is over when this is asked.
+create function chaos.on_ready() returns trigger language plpgsql as $$ begin
     if tg_op = 'INSERT' then
         insert into chaos.sent (place, id) values (new.id, new.transaction_id);
-    else
+    elsif not exists (select 1 from ergon.content c where c.id = old.id) then
         insert into chaos.step (place, what) values (old.id, 'gone');
     end if;
     return null;
 end $$;
-create trigger chaos after insert or delete on ergon.content for each row execute function chaos.on_content();
+create trigger chaos after insert or delete on ergon.ready for each row execute function chaos.on_ready();
+
+create function chaos.on_content() returns trigger language plpgsql as $$ begin
+    insert into chaos.step (place, what) values (old.id, 'gone');
+    return null;
+end $$;
+create trigger chaos after delete on ergon.content for each row execute function chaos.on_content();
 
 -- taken: by somebody who has buried the holder because its time was over. back: given back by the holder.
 create function chaos.on_held() returns trigger language plpgsql as $$
@@ -112,7 +119,8 @@ def read(dsn: str) -> Ledger:
     with psycopg.connect(dsn, autocommit=True) as connection:
         found.sent = dict(connection.execute("select place, id from chaos.sent").fetchall())
         found.effects = [row[0] for row in connection.execute("select id from chaos.effect")]
-        found.left = [row[0] for row in connection.execute("select id from ergon.content")]
+        left = connection.execute("select id from ergon.ready union all select id from ergon.content")
+        found.left = [row[0] for row in left]
         found.dead = connection.execute(
             "select transaction_id, reason, deliveries, body from ergon.dead_letter order by id"
         ).fetchall()
@@ -150,8 +158,11 @@ def _follow(found: Ledger, steps: Iterable[tuple[Any, ...]]) -> None:
 def count(connection: psycopg.Connection[Any]) -> tuple[int, int, int]:
     """How many messages are left, how many of them are held, and how many effects there are."""
     row = connection.execute(
-        "select (select count(*) from ergon.content), (select count(*) from chaos.effect), "
-        "(select count(*) from ergon.held h cross join unnest(h.ids) as i(id) join ergon.content c on c.id = i.id)"
+        "select (select count(*) from ergon.ready) + (select count(*) from ergon.content), "
+        "(select count(*) from chaos.effect), "
+        "(select count(*) from ergon.held h cross join unnest(h.ids, h.ranks) as i(id, rank) where exists "
+        "(select 1 from ergon.content c where c.id = i.id) or exists "
+        "(select 1 from ergon.ready r where r.queue = h.queue and r.rank = i.rank and r.id = i.id))"
     ).fetchone()
     assert row is not None
     return row[0], row[2], row[1]

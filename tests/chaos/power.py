@@ -207,7 +207,7 @@ def _left(disk: Disk, settings: dict[str, str]) -> set[str]:
         try:
             server.start()
             with psycopg.connect(server.dsn()) as connection:
-                return {row[0] for row in connection.execute("select transaction_id from ergon.content")}
+                return {row[0] for row in connection.execute("select transaction_id from ergon.ready")}
         finally:
             server.kill()
 

@@ -22,8 +22,10 @@ DOCUMENTS = [
 ]
 
 
+#: What a document says that needs a broker.
+NEEDS_RABBITMQ = re.compile(r"RABBITMQ_URL")
 #: What a document says that needs a database.
-NEEDS_A_DATABASE = re.compile(r"PostgresQueue\(|^\$ ergon db ", re.MULTILINE)
+NEEDS_A_DATABASE = re.compile(r"Postgres(Queue|Books)\(|^\$ ergon db ", re.MULTILINE)
 
 
 @pytest.mark.spec("RUN-05")
@@ -31,6 +33,8 @@ NEEDS_A_DATABASE = re.compile(r"PostgresQueue\(|^\$ ergon db ", re.MULTILINE)
 def test_the_document_does_what_it_says(name, installed, tmp_path, request):
     text = (ROOT / name).read_text(encoding="utf-8")
     env = lent(request.getfixturevalue("new_postgres")(), name) if NEEDS_A_DATABASE.search(text) else {}
+    if NEEDS_RABBITMQ.search(text):
+        env["RABBITMQ_URL"] = request.getfixturevalue("new_rabbitmq")().url
     Bench(tmp_path, installed, name, env).run_all(snippets(text))
 
 

@@ -10,7 +10,7 @@ import psycopg
 import pytest
 from opentelemetry.sdk.metrics import MeterProvider
 
-from ergon_framework.connectors.base import Ack, SettleResult
+from ergon_framework.connectors.base import Ack, Release, SettleResult
 from ergon_framework.connectors.deadletters import DeadLetterQuery
 from ergon_framework.connectors.foreign import ForeignCodec, header, pointer
 from ergon_framework.connectors.postgres import PostgresQueue
@@ -315,6 +315,22 @@ def test_foreign_messages_are_known_by_the_id_that_their_rule_finds(dsn):
             handle.run()
         assert ran == ["1", "2"]
         assert marks(dsn, queue) == ["1", "2"]
+
+
+@pytest.mark.spec("CNN-14", "CNN-16")
+def test_a_foreign_message_that_came_back_is_known_by_its_id_too(dsn):
+    with opened(dsn, inbox=True, codec=ForeignCodec(id=pointer("/order"))) as queue:
+        for order in (b'{"order": 1}', b'{"order": 2}'):
+            send(dsn, queue, order)
+        queue.settle([(delivery, Release()) for delivery in queue.fetch_transactions(10)])
+        send(dsn, queue, b'{"order": 3}')
+        again = queue.fetch_transactions(10)
+        assert [delivery.receipt.rank for delivery in again] == [None, None, 0]
+        queue.settle([(delivery, Ack()) for delivery in again])
+        assert marks(dsn, queue) == ["1", "2", "3"]
+        send(dsn, queue, b'{"order": 1}')
+        [found] = queue.fetch_transactions(10)
+        assert found.done
 
 
 @pytest.mark.spec("CNN-16")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.servers.postgres import PrivatePostgres
+from tests.servers.rabbitmq import RUNNING, PrivateRabbitMQ, answers
 
 
 @pytest.fixture(scope="session")
@@ -43,5 +44,54 @@ def new_postgres() -> Iterator[Callable[..., PrivatePostgres]]:
     finally:
         for server in servers:
             server.mend()
+            server.kill()
+            shutil.rmtree(server.folder, ignore_errors=True)
+
+
+@pytest.fixture
+def new_folder() -> Iterator[Callable[[str], Path]]:
+    """Makes folders that other users than the tests' own may enter, which pytest's tmp_path is not."""
+    folders: list[Path] = []
+
+    def make(name: str) -> Path:
+        folders.append(Path(tempfile.mkdtemp(prefix=f"ergon-{name}-")))
+        return folders[-1]
+
+    yield make
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def rabbitmq() -> Iterator[str]:
+    """The address of a RabbitMQ for tests that leave others alone: the machine's own, or else a private one."""
+    if answers(RUNNING):
+        yield RUNNING
+        return
+    folder = Path(tempfile.mkdtemp(prefix="ergon-rabbitmq-"))
+    server = PrivateRabbitMQ(folder)
+    try:
+        server.start()
+        yield server.url
+    finally:
+        server.kill()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def new_rabbitmq() -> Iterator[Callable[[], PrivateRabbitMQ]]:
+    """Makes running brokers for one test, which may name its queues as it likes."""
+    servers: list[PrivateRabbitMQ] = []
+
+    def make() -> PrivateRabbitMQ:
+        server = PrivateRabbitMQ(tempfile.mkdtemp(prefix="ergon-rabbitmq-"))
+        servers.append(server)
+        server.start()
+        return server
+
+    try:
+        yield make
+    finally:
+        for server in servers:
             server.kill()
             shutil.rmtree(server.folder, ignore_errors=True)

@@ -131,10 +131,11 @@ class PrivatePostgres:
     def dsn(self, database: str = "postgres") -> str:
         return f"postgresql://postgres@127.0.0.1:{self.port}/{database}"
 
-    def create_database(self, name: str) -> str:
-        """Create an empty database; its dsn."""
+    def create_database(self, name: str, *, like: str = "template1") -> str:
+        """Create a database, empty or with all that is in the one called *like*; its dsn."""
+        statement = sql.SQL("CREATE DATABASE {} TEMPLATE {}").format(sql.Identifier(name), sql.Identifier(like))
         with psycopg.connect(self.dsn(), autocommit=True) as connection:
-            connection.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name)))
+            connection.execute(statement)
         return self.dsn(name)
 
     # -- coming and going -------------------------------------------------------------------------

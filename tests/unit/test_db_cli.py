@@ -87,7 +87,8 @@ def test_the_statements_need_no_database():
 def test_the_statements_since_a_revision_leave_out_what_came_before():
     done = run("sql", "--since", "0001")
     assert done.exit_code == DbExit.OK
-    assert "create table" not in done.stdout.lower()
+    assert "create table ergon.content" not in done.stdout.lower()
+    assert "create table ergon.provider_keys" in done.stdout.lower()
 
 
 def test_an_unknown_revision_is_told_with_the_known_ones():

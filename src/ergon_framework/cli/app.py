@@ -10,6 +10,9 @@ import typer
 
 from ergon_framework.cli.db import db
 from ergon_framework.cli.dlq import dlq
+from ergon_framework.cli.executor import executor
+from ergon_framework.cli.job import job
+from ergon_framework.cli.provider import provider
 from ergon_framework.cli.run import LogLevel, Options, run_task
 from ergon_framework.runner.settings import PROCESSES
 
@@ -26,6 +29,9 @@ app = typer.Typer(
 
 app.add_typer(dlq, name="dlq")
 app.add_typer(db, name="db")
+app.add_typer(provider, name="provider")
+app.add_typer(executor, name="executor")
+app.add_typer(job, name="job")
 
 
 def _version(wanted: bool) -> None:  # noqa: FBT001 - typer calls it with the flag

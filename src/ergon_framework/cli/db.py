@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from ergon_framework.errors import ConfigurationError, ErgonError, extra, text
+from ergon_framework.errors import ErgonError, extra, text
 from ergon_framework.runner.exits import ExitCode
-from ergon_framework.runner.settings import settings
+from ergon_framework.runner.settings import database
 from ergon_framework.schema.revisions import CHAIN, NEEDED
 
 db = typer.Typer(
@@ -122,7 +122,7 @@ def _newer(found: str | None) -> str:
 
 def _done(work: Callable[[str], tuple[DbExit, str, dict[str, Any]]], *, config: Path | None, as_json: bool) -> DbExit:
     try:
-        code, words, told = work(_dsn(config))
+        code, words, told = work(database(config))
     except ErgonError as error:
         return _failed(error, as_json=as_json)
     if as_json:
@@ -130,15 +130,6 @@ def _done(work: Callable[[str], tuple[DbExit, str, dict[str, Any]]], *, config: 
     else:
         typer.echo(words)
     return code
-
-
-def _dsn(config: Path | None) -> str:
-    dsn = settings(config).postgres.dsn
-    if not dsn:
-        raise ConfigurationError(
-            "no database is named; set ERGON_POSTGRES__DSN, for example to postgresql://owner@localhost:5432/shop"
-        )
-    return dsn
 
 
 def _migrate() -> Any:

@@ -8,10 +8,11 @@ raise ``ConnectionLost`` when the line is down; no method may answer "nothing th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from ergon_framework.errors import ConfigurationError, ErgonError
 from ergon_framework.failure import Attempt, Failure
@@ -152,13 +153,12 @@ class Depth:
     oldest_age: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Confirmation:
-    """The broker has the transaction; ``duplicate`` when it had it already."""
+class Confirmation(NamedTuple):
+    """The broker has the transaction; ``duplicate`` when it had it already. Cheap: one is made for every message."""
 
     transaction_id: str
     duplicate: bool = False
-    detail: dict[str, Any] = field(default_factory=dict)
+    detail: Mapping[str, Any] = MappingProxyType({})
 
 
 class Listener(Protocol):

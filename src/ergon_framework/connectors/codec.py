@@ -13,6 +13,8 @@ import re
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from enum import StrEnum
+from functools import lru_cache
+from operator import attrgetter
 from typing import Any, Final, NamedTuple, NoReturn, Protocol
 
 from pydantic import TypeAdapter
@@ -39,6 +41,9 @@ class UnencodableError(ConnectorError):
 
 class Form(StrEnum):
     """How a header's value is written."""
+
+    #: An enumeration's own takes as long as writing a header.
+    __hash__ = str.__hash__
 
     ID = "id"
     TEXT = "text"
@@ -127,7 +132,10 @@ def _read_history(text: str) -> tuple[Attempt, ...]:
 
 
 def _write_id(text: Any) -> str:
-    return _read_id(str(text))
+    written = str(text)
+    if not _VISIBLE(written):
+        raise ValueError
+    return written
 
 
 def _write_text(text: Any) -> str:
@@ -141,7 +149,17 @@ def _write_count(count: Any) -> str:
 
 
 def _write_time(moment: float) -> str:
-    return datetime.fromtimestamp(moment, UTC).isoformat(timespec="microseconds").removesuffix("+00:00") + "Z"
+    whole = math.floor(moment)
+    micros = round((moment - whole) * 1_000_000)
+    if micros == 1_000_000:  # noqa: PLR2004 - as many as a second has
+        whole, micros = whole + 1, 0
+    return f"{_second(whole)}.{micros:06d}Z"
+
+
+@lru_cache(64)
+def _second(moment: int) -> str:
+    """Remembered: many are sent in one second, and a calendar is slow."""
+    return datetime.fromtimestamp(moment, UTC).isoformat().removesuffix("+00:00")
 
 
 def _write_history(history: tuple[Attempt, ...]) -> str:
@@ -168,6 +186,12 @@ _WRITE: Final[dict[Form, Callable[[Any], str]]] = {
     Form.TIME: _write_time,
     Form.HISTORY: _write_history,
 }
+#: What nearly every transaction has, and what few have: of the second, one comparison says that there is nothing.
+_USUAL: Final = tuple(row for row in _FIELDS if row.field in {"id", "source", "created_at"})
+_RARE: Final = tuple(row for row in _FIELDS if row not in _USUAL)
+_usual: Final = attrgetter(*(row.field for row in _USUAL))
+_rare: Final = attrgetter(*(row.field for row in _RARE))
+_NOTHING_RARE: Final = tuple(row.absent for row in _RARE)
 
 
 # -- JSON, strictly -------------------------------------------------------------------------------
@@ -184,7 +208,18 @@ def _constant(literal: str) -> NoReturn:
     raise ValueError(f"{literal} is not JSON")
 
 
-_ENCODER: Final = json.JSONEncoder(allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+def _writer() -> Callable[[Any], str]:
+    """Writes JSON as an encoder does, which for every body makes anew what is made once here."""
+    encoder = json.JSONEncoder(allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+    make = getattr(json.encoder, "c_make_encoder", None)
+    if make is None:  # an interpreter without it
+        return encoder.encode
+    parts = make(None, encoder.default, json.encoder.encode_basestring, None, ":", ",", False, False, False)  # noqa: FBT003
+    return lambda value: "".join(parts(value, 0))
+
+
+#: Strict JSON without blanks, of what JSON knows.
+to_json: Final = _writer()
 _ASCII_ENCODER: Final = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 _DECODER: Final = json.JSONDecoder(parse_float=_finite, parse_constant=_constant)
 # Every branch is possessive and the closing quote optional: no input makes it look twice.
@@ -251,7 +286,7 @@ class JsonCodec:
     def _body(self, transaction: Transaction) -> bytes:
         problem = ""
         try:
-            body = _ENCODER.encode(transaction.payload).encode()
+            body = to_json(transaction.payload).encode()
         except (TypeError, ValueError, RecursionError) as error:
             # Kept without the error itself, which may quote the payload.
             problem = type(error).__name__
@@ -271,7 +306,7 @@ class JsonCodec:
                 payload = _DECODER.decode(body.decode())
                 if b"\\u" in body:
                     # Half a surrogate pair can be escaped into JSON but never written again.
-                    _ENCODER.encode(payload).encode()
+                    to_json(payload).encode()
             except UnicodeError as error:
                 reason = f"is not UTF-8 or holds half a character (at {error.start})"  # type: ignore[attr-defined]
             except json.JSONDecodeError as error:
@@ -294,17 +329,10 @@ class JsonCodec:
 def write_headers(transaction: Transaction) -> dict[str, str]:
     """The envelope of *transaction* as headers, for any codec; UnencodableError where it does not fit."""
     headers: dict[str, str] = {}
-    for row in _FIELDS:
-        value = getattr(transaction, row.field)
-        if value is None or value == row.absent:
-            continue
-        text = _written(row, value)
-        if text is None:
-            raise UnencodableError(
-                f"{row.field} of transaction {transaction.id[:64]!r} does not fit header {row.header!r}, which holds "
-                f"a {row.form.value} of at most {row.longest} characters"
-            )
-        headers[row.header] = text
+    _write(_USUAL, _usual(transaction), headers, transaction.id)
+    rare = _rare(transaction)
+    if rare != _NOTHING_RARE:
+        _write(_RARE, rare, headers, transaction.id)
     if transaction.trace:
         for row in _TRACE:
             value = transaction.trace.get(row.header)
@@ -313,14 +341,20 @@ def write_headers(transaction: Transaction) -> dict[str, str]:
     return headers
 
 
-def _written(row: Wire, value: Any) -> str | None:
-    try:
-        text = _WRITE[row.form](value)
-        if len(text) <= row.longest:
-            return text
-    except (TypeError, ValueError, OverflowError, OSError):
-        pass
-    return None
+def _write(rows: tuple[Wire, ...], values: tuple[Any, ...], headers: dict[str, str], name: str) -> None:
+    for (field, header, form, longest, absent), value in zip(rows, values, strict=True):
+        if value is None or value == absent:
+            continue
+        try:
+            text = _WRITE[form](value)
+        except (TypeError, ValueError, OverflowError, OSError):
+            text = None
+        if text is None or len(text) > longest:
+            raise UnencodableError(
+                f"{field} of transaction {name[:64]!r} does not fit header {header!r}, which holds "
+                f"a {form.value} of at most {longest} characters"
+            )
+        headers[header] = text
 
 
 def read_headers(headers: Mapping[str, str]) -> dict[str, Any]:

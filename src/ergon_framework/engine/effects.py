@@ -60,6 +60,15 @@ class Call:
         return f"Call({self.step})"
 
 
+class Visit(Call):
+    """A call that ends in time by itself, so that nobody need be able to leave it. Only a Caller knows it.
+
+    It raises ErgonError and nothing else; whatever else comes out of it has struck the thread.
+    """
+
+    __slots__ = ()
+
+
 class Sleep:
     """Wait until *until*. Answered None, or Stopped."""
 

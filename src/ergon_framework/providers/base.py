@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -24,7 +24,7 @@ from ergon_framework.providers.execution import (
     Reply,
     Request,
 )
-from ergon_framework.providers.idempotency import fingerprint
+from ergon_framework.providers.idempotency import effect, fingerprint
 from ergon_framework.providers.memory import process_books
 from ergon_framework.providers.observe import Observer, safely
 from ergon_framework.providers.policy import ProviderPolicy
@@ -86,7 +86,7 @@ class Provider(ABC, Generic[B, C]):
         below = scope.current()
         key = context.idempotency_key
         if key is None and below is not None and operation not in self.reads:
-            key = below.derive(_effect(self.provider_name, operation, context.name))
+            key = below.derive(effect(self.provider_name, operation, context.name))
         correlation = context.correlation_id or (_new_id() if below is None else below.correlation)
         return Request(
             provider_name=self.provider_name,
@@ -120,6 +120,7 @@ class Provider(ABC, Generic[B, C]):
             body=body,
             senses=senses,
             waits=books.waits,
+            punctual=books.punctual,
             outer=scope.current(),
             watch=Observer(request),
         )
@@ -287,7 +288,7 @@ class AsyncProviderBase(Provider[AsyncBooks, AsyncCaller]):
 
 
 def _new_id() -> str:
-    return secrets.token_hex(16)
+    return os.urandom(16).hex()
 
 
 def _visits(books: AsyncBooks) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -295,11 +296,6 @@ def _visits(books: AsyncBooks) -> tuple[Callable[..., Any], Callable[..., Any]]:
     if not books.waits and isinstance(books, Books):
         return books.admit, books.conclude
     return books.admit_async, books.conclude_async
-
-
-def _effect(provider_name: str, operation: str, name: str | None) -> str:
-    plain = f"{provider_name}.{operation}"
-    return plain if name is None else f"{plain}/{name}"
 
 
 def _tenant(given: str | None) -> str:

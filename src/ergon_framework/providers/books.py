@@ -32,7 +32,8 @@ class Asked:
 
     The key is claimed at the first attempt, under the name of *owner*, for *lease* seconds. *doubt*
     says that an earlier attempt of this call may have been carried out. *now* is the asking
-    process's wall time; a shared store goes by its own clock.
+    process's wall time; a shared store goes by its own clock. After *within* seconds nobody waits
+    for the answer any more; None where there is no such end.
     """
 
     account: Account
@@ -45,6 +46,7 @@ class Asked:
     lease: float
     now: float
     doubt: bool = False
+    within: float | None = None
 
 
 @dataclass(slots=True)
@@ -79,6 +81,7 @@ class Concluded:
 
     *error* and *kept* are both None where nobody knows: whoever waited for it was called away.
     *doubt* is about the whole call: this attempt, or one before it, may have been carried out.
+    *within* is that of Asked.
     """
 
     now: float
@@ -86,6 +89,7 @@ class Concluded:
     doubt: bool
     error: ProviderError | None = None
     kept: Kept | None = None
+    within: float | None = None
 
 
 class Recording(ABC):
@@ -93,6 +97,9 @@ class Recording(ABC):
 
     #: Whether a visit may have to wait for somebody else; then it is made under the call's deadline.
     waits: bool = True
+    #: Whether a visit ends by itself within what it is given, whatever it waits for, and raises nothing but ErgonError.
+    #: Then whoever calls makes it himself; any other is made by a thread or a task of its own, which can be left.
+    punctual: bool = False
 
     @abstractmethod
     def held_until(self, account: Account) -> float | None:

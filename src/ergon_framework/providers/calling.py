@@ -13,7 +13,7 @@ from contextvars import Context
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from ergon_framework.engine.effects import NEVER, Call, Script, sleep
+from ergon_framework.engine.effects import NEVER, Call, Script, Visit, sleep
 from ergon_framework.engine.outcome import Answer, Err, Expired, NotBegunError, Ok, Stopped
 from ergon_framework.providers.books import Account, Admission, Admitted, Asked, Busy, Concluded, Replayed
 from ergon_framework.providers.circuit_breaker import BreakerState
@@ -51,6 +51,9 @@ _GRACE: Final = 5.0
 #: How soon, and then how seldom, a key that somebody else holds is asked for again.
 _SOON: Final = 0.01
 _SELDOM: Final = 0.25
+#: The codes of a call that was not made: another one has its key, or the books could not be read.
+IN_FLIGHT: Final = "in_flight"
+BOOKS_UNAVAILABLE: Final = "books_unavailable"
 
 
 class Watch(Protocol):
@@ -86,8 +89,9 @@ class Means:
     body: Callable[[ProviderExecutionContext], Any]
     senses: Senses
     watch: Watch
-    #: Whether a visit to the books may have to wait.
+    #: Whether a visit to the books may have to wait, and whether it then ends by itself in time.
     waits: bool = False
+    punctual: bool = False
     outer: Scope | None = None
 
 
@@ -200,6 +204,7 @@ class _Execution:
 
     def _concluded(self, admitted: Admitted, concluded: Concluded) -> Script[None]:
         """Tell the books. What the call came to stands, whatever they answer."""
+        concluded.within = self._within()
         answer: Answer = yield self._visit(self._means.conclude, admitted, concluded)
         watch = self._means.watch
         if not isinstance(answer, Ok):
@@ -210,7 +215,13 @@ class _Execution:
     # -- its effects ------------------------------------------------------------------------------
 
     def _visit(self, visit: Callable[..., Any], *args: Any) -> Call:
+        if self._means.punctual:
+            return Visit("books", visit, args)
         return Call("books", visit, args, self._until if self._means.waits else NEVER)
+
+    def _within(self) -> float | None:
+        """Seconds that a visit may take."""
+        return max(0.0, self._until - self._means.senses.clock()) if self._means.waits else None
 
     def _asked(self, number: int) -> Asked:
         request, senses = self._request, self._means.senses
@@ -225,6 +236,7 @@ class _Execution:
             lease=max(0.0, self._until - senses.clock()) + _GRACE,
             now=senses.wall(),
             doubt=self._doubt,
+            within=self._within(),
         )
 
     def _body(self, number: int) -> Call:
@@ -397,11 +409,11 @@ def _in_flight(busy: Busy, now: float) -> ProviderError:
         fault=False,
         later=True,
         retry_after=max(0.0, busy.until - now),
-        code="in_flight",
+        code=IN_FLIGHT,
     )
 
 
 def _books_unavailable() -> ProviderError:
     return ProviderInternalError(
-        "the books of quota and breakers could not be read, so no call was made", sent=False, code="books_unavailable"
+        "the books of quota and breakers could not be read, so no call was made", sent=False, code=BOOKS_UNAVAILABLE
     )

@@ -25,11 +25,12 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """*owner* makes the call; at *until* he is taken for dead."""
+    """*owner* makes the call; at *until* he is taken for dead. *doubt*: one before him may have made it too."""
 
     fingerprint: str
     owner: str
     until: float
+    doubt: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,9 @@ def claim(entry: Entry | None, *, fingerprint: str, owner: str, now: float, leas
             return entry.kept
         if isinstance(entry, InFlight) and entry.owner != owner and now < entry.until:
             return Held(entry.until)
+        # Whatever comes of the call that is made now, the one before it may have been carried out.
+        doubt = isinstance(entry, Unknown) or entry.doubt or entry.owner != owner
+        return Claimed(InFlight(fingerprint, owner, now + lease, doubt))
     return Claimed(InFlight(fingerprint, owner, now + lease))
 
 
@@ -88,10 +92,13 @@ def succeed(entry: Entry | None, *, owner: str, kept: Kept, until: float) -> Ent
 
 
 def fail(entry: Entry | None, *, owner: str, doubt: bool, until: float) -> Entry | None:
-    """The call failed: definitely, and the key is forgotten; or in *doubt*, and its payload is remembered."""
+    """The call failed: definitely, and the key is forgotten; or in *doubt*, and its payload is remembered.
+
+    A doubt that one before it has left is not settled by a call that failed.
+    """
     if not isinstance(entry, InFlight) or entry.owner != owner:
         return entry
-    return Unknown(entry.fingerprint, until) if doubt else None
+    return Unknown(entry.fingerprint, until) if doubt or entry.doubt else None
 
 
 def conflict() -> ProviderBadRequestError:
@@ -112,6 +119,16 @@ def doubtful(error: ProviderError) -> bool:
     return error.sent and error.reason_code not in _REFUSED
 
 
+def effect(provider_name: str, operation: str, name: str | None = None) -> str:
+    """The name of the effect that a call has in its transaction; the call's key follows from it."""
+    plain = f"{provider_name}.{operation}"
+    return plain if name is None else f"{plain}/{name}"
+
+
+#: Made once: json.dumps makes an encoder for each text that is not written by its defaults.
+_canonical: Final = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False).encode
+
+
 def fingerprint(operation: str, payload: Mapping[str, Any]) -> str:
     """What tells two calls of one key apart: the SHA-256 of operation and payload as canonical JSON.
 
@@ -119,7 +136,7 @@ def fingerprint(operation: str, payload: Mapping[str, Any]) -> str:
     True
     """
     try:
-        text = json.dumps([operation, payload], sort_keys=True, separators=(",", ":"), allow_nan=False)
+        text = _canonical([operation, payload])
     except (TypeError, ValueError) as error:
         raise ProviderBadRequestError(
             "the payload of a call with a key must be plain JSON, so that the same call is recognised",

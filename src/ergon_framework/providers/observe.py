@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
-from contextvars import Context
+from contextvars import Context, ContextVar
 from typing import Any, Final
 
 from ergon_framework import scope
@@ -20,6 +20,10 @@ from ergon_framework.telemetry.names import LIBRARY, Attribute, Event, Field, Sp
 from ergon_framework.telemetry.outgoing import outgoing
 
 log: Final = logging.getLogger(f"{LIBRARY}.providers")
+
+
+#: Who else is to hear of every attempt that is made in this context.
+listener: Final[ContextVar[Callable[[Request, AttemptRow], object] | None]] = ContextVar("ergon_attempts", default=None)
 
 
 def safely(act: Callable[..., object], *args: Any) -> Any:
@@ -53,6 +57,9 @@ class Observer:
             if row.http_status is not None:
                 told[Attribute.HTTP_STATUS] = row.http_status
             self._spans.attempted(told, _name(error))
+        hear = listener.get()
+        if hear is not None:
+            safely(hear, self._request, row)
 
     def breaker(self, state: BreakerState) -> None:
         request = self._request
@@ -163,6 +170,10 @@ class Tally(Counts):
     def entered(self, capability: str, state: BreakerState) -> None:
         with self._lock:
             self.add(names.PROVIDER_BREAKERS, capability, state.value)
+
+    def dropped(self, capability: str, reason: str, rows: int) -> None:
+        with self._lock:
+            self.add(names.PROVIDER_ROWS_DROPPED, capability, reason, amount=rows)
 
     def counted(self) -> Numbers:
         with self._lock:

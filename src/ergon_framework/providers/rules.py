@@ -179,6 +179,9 @@ _STANDARD: Final = {
     "gzip": {"BadGzipFile": _UNREADABLE},
     "zlib": {"error": _UNREADABLE},
 }
+# A worker that runs out of its own time says nothing of the provider.
+_WORKER_TIME: Final = Rule(ProviderTimeoutError, "a time limit of the worker was reached", fault=False)
+_BILLIARD: Final = {"SoftTimeLimitExceeded": _WORKER_TIME, "TimeLimitExceeded": _WORKER_TIME}
 #: Top package and name of a class -> what it means.
 RULES: Final[dict[tuple[str, str], Rule]] = {
     (package, name): rule
@@ -191,6 +194,7 @@ RULES: Final[dict[tuple[str, str], Rule]] = {
         "urllib3": _URLLIB3,
         "aiohttp": _AIOHTTP,
         "sqlalchemy": _SQLALCHEMY,
+        "billiard": _BILLIARD,
         **_STANDARD,
     }.items()
     for name, rule in rules.items()

@@ -174,6 +174,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         upstream = self.server.upstream
         received = self._received()
+        if received is None:
+            return
         behaviour = upstream.arrived(received)
         if behaviour.latency:
             upstream.pause(behaviour.latency)
@@ -186,8 +188,12 @@ class _Handler(BaseHTTPRequestHandler):
             return
         self._answer(behaviour, received)
 
-    def _received(self) -> Received:
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+    def _received(self) -> Received | None:
+        """The request; nothing where its sender was gone before its last byte, because then nobody has called."""
+        length = int(self.headers.get("Content-Length") or 0)
+        body = self.rfile.read(length)
+        if len(body) < length:
+            return None
         return Received(
             self.path.lstrip("/"),
             json.loads(body) if body else None,
@@ -247,8 +253,9 @@ class SyntheticProvider(ProviderBase):
         line = http.client.HTTPConnection(*self._address, timeout=timeout)
         try:
             line.request("POST", f"/{operation}", json.dumps(payload), _headers(tenant_id, context))
-            response = line.getresponse()
-            return _judged(response.status, response.getheader("Retry-After"), response.read(LARGEST))
+            # It owns the socket where no second request may follow, so it is closed on its own.
+            with line.getresponse() as response:
+                return _judged(response.status, response.getheader("Retry-After"), response.read(LARGEST))
         finally:
             line.close()
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from ergon_framework.connectors.base import AsyncConnector, Connector
 from ergon_framework.errors import ConfigurationError
+from ergon_framework.executor.registry import Registry
 from ergon_framework.runner.process import Runnable
 from ergon_framework.task.base import AsyncTask, Task
 from ergon_framework.task.mixins.consumer import AsyncConsumerMixin, ConsumerMixin
@@ -22,6 +23,7 @@ from ergon_framework.task.mixins.policies import ConsumerPolicy
 
 #: What has a connector, or is one.
 _CONNECTED = (Connector, AsyncConnector, Task, AsyncTask)
+_EXAMPLES = {"task": "app:charge", "connector": "app:orders", "registry": "app:registry"}
 _READERS: dict[str, Callable[[str], Any]] = {".toml": tomllib.loads, ".json": json.loads}
 
 
@@ -45,10 +47,21 @@ def load_connector(name: str) -> Connector | AsyncConnector:
     raise ConfigurationError(f"{name!r} is no connector but a {type(found).__name__}; {hint}")
 
 
+def load_registry(name: str) -> Registry:
+    """The handlers that *name*, written ``module:registry``, stands for."""
+    found = _found(name, "registry", wanted=lambda value: isinstance(value, Registry))
+    if isinstance(found, Registry):
+        return found
+    raise ConfigurationError(
+        f"{name!r} is no registry but a {type(found).__name__}; handlers are registered with registry = Registry() "
+        "and @registry.handler"
+    )
+
+
 def _found(name: str, kind: str, *, wanted: Callable[[object], bool]) -> Any:
     module_name, colon, attribute = name.partition(":")
     if not (module_name and colon and attribute):
-        example = "app:charge" if kind == "task" else "app:orders"
+        example = _EXAMPLES[kind]
         raise ConfigurationError(f"{name!r} names no {kind}; write MODULE:{kind.upper()}, for example {example}")
     if module_name.endswith(".py"):
         dotted = module_name.removesuffix(".py").strip("./").replace("/", ".")
@@ -108,6 +121,8 @@ def _nearest(module: ModuleType, attribute: str, *, kind: str, wanted: Callable[
         return f"did you mean {near[0]!r}?"
     if kind == "task":
         return f"its tasks are: {', '.join(there)}" if there else "it holds no task; make one with @consumer(connector)"
+    if kind == "registry":
+        return f"its registries are: {', '.join(there)}" if there else "it holds no Registry()"
     return f"its connectors and tasks are: {', '.join(there)}" if there else "it holds neither a connector nor a task"
 
 

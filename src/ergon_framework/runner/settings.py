@@ -16,6 +16,7 @@ from pydantic import Field, ValidationError
 from ergon_framework.engine import backoff as waiting
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.policy import Count, Policy, Seconds
+from ergon_framework.providers.api_settings import ApiSettings
 from ergon_framework.runner import sources
 from ergon_framework.task.mixins.policies import ConsumerPolicy, TimeLimit
 
@@ -98,6 +99,7 @@ class Settings(Policy):
     tasks: Mapping[str, TaskSettings] = Field(default_factory=dict, description="By the name of the task.")
     logging: LoggingSettings = Field(default=LoggingSettings(), description="How the command logs.")
     postgres: PostgresSettings = Field(default=PostgresSettings(), description="The database.")
+    api: ApiSettings = Field(default=ApiSettings(), description="Whose tokens the health API of providers takes.")
 
     def policy(self, task: str, own: ConsumerPolicy) -> ConsumerPolicy:
         """*own*, with what is said about the task called *task*."""
@@ -127,6 +129,16 @@ def settings(path: Path | None = None, environ: Mapping[str, str] | None = None)
         return Settings.model_validate(given.tree)
     except ValidationError as error:
         raise ConfigurationError(sources.explained(error, given)) from error
+
+
+def database(path: Path | None = None) -> str:
+    """The address of the database, from the same places; ConfigurationError where none is named."""
+    dsn = settings(path).postgres.dsn
+    if not dsn:
+        raise ConfigurationError(
+            "no database is named; set ERGON_POSTGRES__DSN, for example to postgresql://owner@localhost:5432/shop"
+        )
+    return dsn
 
 
 #: What stands behind a key that its own type does not tell.

@@ -7,13 +7,13 @@ from typing import Final
 #: The schema that all tables live in.
 SCHEMA: Final = "ergon"
 #: The chain of migrations, the oldest first. Each leaves the tables usable for the release before it.
-CHAIN: Final = ("0001",)
+CHAIN: Final = ("0001", "0002", "0003")
 #: The oldest revision that this release can work on.
 NEEDED: Final = "0001"
 
 
-def suffices(found: str | None) -> bool:
+def suffices(found: str | None, needed: str = NEEDED) -> bool:
     """Whether a database at revision *found* will do; one that this release does not know is newer, and does."""
     if found is None:
         return False
-    return found not in CHAIN or CHAIN.index(found) >= CHAIN.index(NEEDED)
+    return found not in CHAIN or CHAIN.index(found) >= CHAIN.index(needed)

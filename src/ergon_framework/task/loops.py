@@ -59,6 +59,11 @@ class Loops:
             return [said for running, _ in self._running.values() if (said := running.trouble) is not None]
 
 
+def share_loops(task: object, whole: object) -> None:
+    """Have the loops of *task* count as those of *whole*, which it is a part of."""
+    vars(task)["_ergon_loops"] = loops_of(whole)
+
+
 def loops_of(task: object) -> Loops:
     """The loops of *task*. They are kept with it, because a mixin has no constructor to make them in.
 

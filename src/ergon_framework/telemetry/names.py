@@ -35,6 +35,8 @@ class Span:
     HANDLE_PRODUCE_EXCEPTION_ATTEMPT: Final = "handle_produce_exception.attempt"
     PROVIDER_CALL: Final = "provider_call"
     PROVIDER_CALL_ATTEMPT: Final = "provider_call.attempt"
+    #: The executor document's name, which other runtimes use too.
+    EXECUTOR: Final = "rrq.executor"
 
 
 class Attribute:
@@ -71,6 +73,9 @@ class Attribute:
     HTTP_STATUS: Final = "ergon.provider.http_status"
     REPLAYED: Final = "ergon.provider.replayed"
     BREAKER_STATE: Final = "ergon.provider.breaker.state"
+    HANDLER: Final = "ergon.executor.handler"
+    QUEUE: Final = "ergon.executor.queue"
+    EXECUTOR: Final = "ergon.executor.kind"
     #: The upper bound of a bucket; spelled as those who read histograms expect it.
     LE: Final = "le"
 
@@ -181,6 +186,74 @@ PROVIDER_BREAKERS: Final = Metric(
     "States that breakers have entered.",
     (*_PROVIDER, Attribute.BREAKER_STATE),
 )
+PROVIDER_ROWS_DROPPED: Final = Metric(
+    "ergon.provider.rows.dropped",
+    "counter",
+    "{row}",
+    "Attempts that are in no table: there was no room, the server refused them, or the writer was closed.",
+    (*_PROVIDER, Attribute.REASON),
+)
+
+JOBS: Final = Metric(
+    "ergon.jobs",
+    "counter",
+    "{attempt}",
+    "Attempts at jobs that are over: succeeded, retried, failed, killed, given_back, or stale and not written.",
+    (Attribute.TASK, Attribute.OUTCOME),
+)
+CRON_TICKS: Final = Metric(
+    "ergon.cron.ticks",
+    "counter",
+    "{tick}",
+    "Scheduled times of cron entries: fired, or repeated and not fired again.",
+    (Attribute.TASK, Attribute.OUTCOME),
+)
+_EXECUTOR: Final = (Attribute.EXECUTOR,)
+EXECUTORS: Final = Metric(
+    "ergon.executors", "gauge", "{process}", "Executors that run, starting ones included.", _EXECUTOR
+)
+EXECUTOR_JOBS: Final = Metric("ergon.executor.jobs", "gauge", "{job}", "Jobs that executors have.", _EXECUTOR)
+EXECUTOR_QUEUE: Final = Metric(
+    "ergon.executor.jobs.waiting", "gauge", "{job}", "Jobs that wait for an executor.", _EXECUTOR
+)
+EXECUTOR_WAITS: Final = Metric(
+    "ergon.executor.waits", "counter", "{job}", "Jobs that were given an executor, at once or after a wait.", _EXECUTOR
+)
+EXECUTOR_WAITED: Final = Metric(
+    "ergon.executor.waits.duration", "counter", "s", "Seconds that those jobs waited for it.", _EXECUTOR
+)
+EXECUTORS_STARTED: Final = Metric("ergon.executors.started", "counter", "{process}", "Executors started.", _EXECUTOR)
+EXECUTORS_FAILED: Final = Metric(
+    "ergon.executors.failed",
+    "counter",
+    "{process}",
+    "Executors that could not be started, or never got ready.",
+    _EXECUTOR,
+)
+EXECUTORS_RETIRED: Final = Metric(
+    "ergon.executors.retired",
+    "counter",
+    "{process}",
+    "Executors replaced between jobs, for wear or distrust.",
+    _EXECUTOR,
+)
+EXECUTORS_KILLED: Final = Metric(
+    "ergon.executors.killed",
+    "counter",
+    "{process}",
+    "Executors killed for a job that took too long or was left.",
+    _EXECUTOR,
+)
+EXECUTORS_DIED: Final = Metric(
+    "ergon.executors.died", "counter", "{process}", "Executors that ended without having been told to.", _EXECUTOR
+)
+EXECUTOR_STRAYS: Final = Metric(
+    "ergon.executor.strays",
+    "counter",
+    "{line}",
+    "Lines of executors that are no outcome of a job they have.",
+    (Attribute.EXECUTOR, Attribute.REASON),
+)
 
 METRICS: Final = (
     TRANSACTIONS,
@@ -210,6 +283,20 @@ METRICS: Final = (
     PROVIDER_ATTEMPTS,
     PROVIDER_SECONDS,
     PROVIDER_BREAKERS,
+    PROVIDER_ROWS_DROPPED,
+    JOBS,
+    CRON_TICKS,
+    EXECUTORS,
+    EXECUTOR_JOBS,
+    EXECUTOR_QUEUE,
+    EXECUTOR_WAITS,
+    EXECUTOR_WAITED,
+    EXECUTORS_STARTED,
+    EXECUTORS_FAILED,
+    EXECUTORS_RETIRED,
+    EXECUTORS_KILLED,
+    EXECUTORS_DIED,
+    EXECUTOR_STRAYS,
 )
 
 
@@ -235,6 +322,24 @@ class Event:
     PROVIDER_CALL_FAILED: Final = "provider call failed"
     BREAKER_CHANGED: Final = "breaker changed"
     BOOKS_FAILED: Final = "books failed"
+    ROWS_DROPPED: Final = "provider rows dropped"
+    ROWS_WAIT: Final = "provider rows wait"
+    RETENTION_FAILED: Final = "provider retention failed"
+    HEALTH_FAILED: Final = "provider health failed"
+    PROVIDER_ATTEMPT: Final = "provider attempt"
+    PROVIDER_TASK_ENDED: Final = "provider task ended"
+    LEDGER_FAILED: Final = "ledger failed"
+    DEAD_LETTERS_WAIT: Final = "dead letters wait"
+    LINE_REFUSED: Final = "executor line refused"
+    EXECUTOR_STOPPING: Final = "executor stopping"
+    EXECUTOR_STRAY: Final = "executor stray line"
+    EXECUTOR_SAID: Final = "executor said"
+    EXECUTOR_ENDED: Final = "executor ended"
+    JOB_STALE: Final = "job stale"
+    JOB_KILLED: Final = "job killed"
+    JOBS_UNWRITTEN: Final = "jobs unwritten"
+    CRON_MISSED: Final = "cron missed"
+    CRON_UNFIRED: Final = "cron unfired"
 
 
 class Field:
@@ -275,6 +380,11 @@ class Field:
     IDEMPOTENCY_KEY: Final = "idempotency_key"
     REASON_CODE: Final = "reason_code"
     BREAKER_STATE: Final = "breaker_state"
+    ROWS: Final = "rows"
+    BYTES: Final = "bytes"
+    LINE: Final = "line"
+    EXECUTOR: Final = "executor"
+    CRON: Final = "cron"
 
 
 def listed(names: type) -> list[str]:

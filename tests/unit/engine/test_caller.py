@@ -17,9 +17,9 @@ import pytest
 from ergon_framework import scope
 from ergon_framework.engine.drivers import caller as module
 from ergon_framework.engine.drivers.caller import AsyncCaller, Caller
-from ergon_framework.engine.effects import NEVER, Call, Gone, Sleep
+from ergon_framework.engine.effects import NEVER, Call, Gone, Sleep, Visit
 from ergon_framework.engine.outcome import Err, Expired, NotBegunError, Ok, Stopped
-from ergon_framework.errors import ConfigurationError
+from ergon_framework.errors import ConfigurationError, ErgonError
 from ergon_framework.scope import Scope
 from ergon_framework.testing.virtual import VirtualLoop, VirtualTime, run_virtual
 from ergon_framework.transaction import Transaction
@@ -76,6 +76,21 @@ def test_a_call_is_answered_with_what_it_returned_or_raised(flavour, until):
 
     (good, bad), _ = perform(flavour, make)
     assert (type(good), good.value, type(bad), bad.error) == (Ok, 7, Err, error)
+
+
+def test_a_visit_is_answered_with_what_it_returned_or_with_an_error_of_ours(flavour):
+    error = ErgonError("no")
+
+    def fail():
+        raise error
+
+    def make(clock, sleep):
+        good = yield Visit("x", body(flavour, sleep, lambda: (7, threading.get_ident())), (0,))
+        bad = yield Visit("x", body(flavour, sleep, fail), (0,))
+        return good, bad
+
+    (good, bad), _ = perform(flavour, make)
+    assert (type(good), good.value, type(bad), bad.error) == (Ok, (7, threading.get_ident()), Err, error)
 
 
 def test_a_call_that_does_not_come_back_is_abandoned_in_time_and_its_scope_cancelled(flavour):
@@ -185,6 +200,24 @@ def test_a_call_without_a_deadline_is_made_in_the_callers_own_thread():
     caller = Caller()
     assert caller.perform(script(NEVER)).value == threading.get_ident()
     assert caller.perform(script(time.monotonic() + 9)).value != threading.get_ident()
+
+
+@pytest.mark.parametrize("blow", [KeyboardInterrupt, RuntimeError])
+def test_what_else_a_visit_raises_has_struck_the_thread(blow):
+    told = []
+
+    def struck():
+        raise blow("called away")
+
+    def script():
+        told.append((yield Visit("books", struck, ())))
+        told.append((yield Visit("books", lambda: "concluded", ())).value)
+
+    with pytest.raises(blow, match="called away"):
+        Caller().perform(script())
+    assert isinstance(told[0], Stopped)
+    assert told[0].body.step == "books"
+    assert told[1] == "concluded"
 
 
 def test_bodies_run_in_threads_that_are_kept_and_named():

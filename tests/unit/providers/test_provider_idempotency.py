@@ -38,11 +38,13 @@ def ask(entry, *, fingerprint="f", owner="me", now=100.0):
     [
         (None, Claimed(InFlight("f", "me", 110.0))),
         (InFlight("f", "you", 100.1), Held(100.1)),
-        (InFlight("f", "you", 100.0), Claimed(InFlight("f", "me", 110.0))),
+        (InFlight("f", "you", 100.0), Claimed(InFlight("f", "me", 110.0, doubt=True))),
         (InFlight("f", "me", 105.0), Claimed(InFlight("f", "me", 110.0))),
+        (InFlight("f", "me", 105.0, doubt=True), Claimed(InFlight("f", "me", 110.0, doubt=True))),
         (Done("f", KEPT, 100.1), KEPT),
         (Done("f", KEPT, 100.0), Claimed(InFlight("f", "me", 110.0))),
-        (Unknown("f", 200.0), Claimed(InFlight("f", "me", 110.0))),
+        (Unknown("f", 200.0), Claimed(InFlight("f", "me", 110.0, doubt=True))),
+        (Unknown("f", 100.0), Claimed(InFlight("f", "me", 110.0))),
     ],
 )
 def test_who_gets_a_key(entry, answer):
@@ -103,3 +105,12 @@ def test_what_is_no_json_has_no_fingerprint(payload):
     with pytest.raises(ProviderBadRequestError) as caught:
         fingerprint("charge", payload)
     assert caught.value.code == "payload_not_json"
+
+
+@pytest.mark.spec("PRV-22")
+@pytest.mark.parametrize("entry", [InFlight("f", "you", 100.0), Unknown("f", 200.0)])
+def test_a_doubt_is_not_settled_by_a_later_call_that_failed(entry):
+    mine = ask(entry).entry
+    assert fail(mine, owner="me", doubt=False, until=300.0) == Unknown("f", 300.0)
+    done = succeed(mine, owner="me", kept=KEPT, until=300.0)
+    assert done == Done("f", KEPT, 300.0)

@@ -47,6 +47,12 @@ def test_an_outcome_knows_its_category_its_steps_and_whether_its_body_is_still_t
     assert outcome.succeeded_steps == ("process", "success")
 
 
+def test_an_outcome_shows_whose_it_is_and_how_it_ended_and_no_payload() -> None:
+    outcome = Outcome(Transaction("7", {"card": "4111"}, attempts=2), Kind.FAILED)
+    outcome.error = BusinessError("no")
+    assert repr(outcome) == "Outcome('7', failed, attempts=2, error=BusinessError('no'))"
+
+
 def test_a_report_counts_every_kind_and_keeps_the_last_failures() -> None:
     report = Report()
     assert report.counts == dict.fromkeys(Kind, 0)

@@ -16,8 +16,8 @@ from ergon_framework.connectors.deadletters import (
     number,
 )
 from ergon_framework.connectors.postgres.headers import texts
-from ergon_framework.connectors.postgres.operation import Operation, Query
 from ergon_framework.failure import Failure
+from ergon_framework.schema.operation import Operation, Query
 from ergon_framework.transaction import Transaction
 
 _COLUMNS: Final = {
@@ -43,16 +43,12 @@ with dead as materialized (
     delete from ergon.dead_letter where queue = %(queue)s and id = any(%(ids)s)
     returning id, transaction_id, key, priority, headers, body
 ),
-content as (
-    insert into ergon.content (queue, priority, transaction_id, key, headers, body)
-    select %(queue)s, priority, transaction_id, key,
+ready as (
+    insert into ergon.ready (queue, rank, transaction_id, key, headers, body)
+    select %(queue)s, -priority, transaction_id, key,
         case jsonb_typeof(headers) when 'object' then headers - 'ergon-attempts' - 'ergon-history' else headers end,
         body
     from dead order by id
-    returning id, queue, priority, key
-),
-ready as (
-    insert into ergon.ready (id, queue, rank, key) select id, queue, -priority, key from content
 )
 select id from dead
 """
@@ -60,7 +56,9 @@ select id from dead
 _DISCARD: Final = "delete from ergon.dead_letter where queue = %(queue)s and id = any(%(ids)s) returning id"
 
 _QUEUED: Final = """
-select distinct transaction_id from ergon.content where queue = %(queue)s and transaction_id = any(%(ids)s)
+select transaction_id from ergon.ready where queue = %(queue)s and transaction_id = any(%(ids)s)
+union
+select transaction_id from ergon.content where queue = %(queue)s and transaction_id = any(%(ids)s)
 """
 
 

@@ -10,21 +10,21 @@ work, a sweep that is slow is made rarer in proportion.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ergon_framework.connectors.base import Delivery
 from ergon_framework.connectors.codec import Codec, decode
 from ergon_framework.connectors.postgres import statements
 from ergon_framework.connectors.postgres.headers import texts
-from ergon_framework.connectors.postgres.operation import BEGIN, COMMIT, Operation, Query, Rows
 from ergon_framework.connectors.postgres.receipt import Receipt
+from ergon_framework.schema.operation import BEGIN, COMMIT, Operation, Query, Rows
 
 if TYPE_CHECKING:
     from ergon_framework.connectors.postgres.tenure import Tenure
 
 #: Places in the row of a claim.
-RANK, DELIVERIES, HEADERS = 2, 3, 4
+KEY, RANK, DELIVERIES, HEADERS = 1, 2, 3, 4
 #: Seconds between two sweeps while there is work, and how much longer than itself a sweep is put off.
 SWEEP = 1.0
 RARER = 20.0
@@ -59,6 +59,8 @@ class Claiming:
         self._clock = clock
         #: What of each claim is not settled.
         self.held: dict[tuple[int, int], set[int]] = {}
+        #: Claims whose rows are left: they were settled in bits and at once, and nobody knew to be the last.
+        self.left_over: set[tuple[int, int]] = set()
         #: Claims in hand that have a key.
         self._keys: set[Receipt] = set()
         #: By rank, the most urgent first; what has no priority has rank 0.
@@ -100,7 +102,8 @@ class Claiming:
         yield from self._disown()
         token = self._tenure.token()
         try:
-            rows = yield from self._rows({"queue": queue, "count": count, "worker": worker, "token": token})
+            given = {"queue": queue, "count": count, "worker": worker, "token": token, "inbox": self._inbox}
+            rows = yield from self._rows(given)
             found = [self._delivery(row, worker, token, self._tenure.until) for row in rows or ()]
             if self._inbox:
                 yield from self._recognise(queue, found, rows or ())
@@ -116,14 +119,16 @@ class Claiming:
             self._keys.update(delivery.receipt for delivery in found if delivery.receipt.key is not None)
         return found
 
-    def settled(self, receipts: Iterable[Receipt]) -> None:
-        """These are in nobody's hands any more."""
+    def settled(self, receipts: Iterable[Receipt], emptied: Collection[tuple[int, int]]) -> None:
+        """These are in nobody's hands any more; of the claims that are *emptied* nothing is left in the database."""
+        self.left_over.difference_update(emptied)
         for receipt in receipts:
-            held = self.held.get((receipt.worker, receipt.token))
+            claim = receipt.worker, receipt.token
+            held = self.held.get(claim)
             if held is not None:
                 held.discard(receipt.id)
-                if not held:
-                    self.held.pop((receipt.worker, receipt.token), None)
+                if not held and self.held.pop(claim, None) is not None and claim not in emptied:
+                    self.left_over.add(claim)
         if self._keys:
             self._keys.difference_update(receipts)
 
@@ -134,7 +139,7 @@ class Claiming:
             return (yield from self._swept_rows(given))
         rows: Rows = []
         for rank, floor in list(self._floors.items()):
-            found = yield from self._picked({**given, "rank": rank, "floor": floor}, sweep=False)
+            found = yield from self._picked({**given, "rank": rank, "floor": floor})
             if found is None:
                 return None
             rows += found
@@ -149,13 +154,13 @@ class Claiming:
 
     def _swept_rows(self, given: dict[str, Any]) -> Operation[Rows | None]:
         began = self._clock()
-        found = yield from self._picked(given, sweep=True)
+        found = yield from self._picked({**given, "rank": None, "floor": 0})
         self._swept = self._clock()
         self._spared = RARER * (self._swept - began)
         return found
 
-    def _picked(self, given: dict[str, Any], *, sweep: bool) -> Operation[Rows | None]:
-        rows = yield Query(statements.CLAIM[sweep, self._inbox], given)
+    def _picked(self, given: dict[str, Any]) -> Operation[Rows | None]:
+        rows = yield Query(statements.CLAIM, given)
         if rows and rows[0][0] < 0:
             return None
         self._raise_floors(rows, whole=len(rows) < given["count"])
@@ -169,11 +174,12 @@ class Claiming:
         """Of those with a key, the ones whose turn it is; the others wait aside."""
         yield BEGIN
         heads: Rows = []
-        locked = yield Query(statements.LOCK_KEYS, {"ids": [row[0] for row in named]})
+        looked_at = {"queue": given["queue"], "ids": [row[0] for row in named], "keys": [row[KEY] for row in named]}
+        locked = yield Query(statements.LOCK_KEYS, looked_at)
         if locked:
             ranks = list({row[RANK] for row in named if row[RANK] is not None})
             mine = {**given, "ids": [row[0] for row in locked], "ranks": ranks}
-            heads = yield Query(statements.CLAIM_KEYED[self._inbox], mine)
+            heads = yield Query(statements.CLAIM_KEYED, mine)
         yield COMMIT
         return heads
 
@@ -218,12 +224,14 @@ class Claiming:
         }
         if foreign:
             names = [delivery.transaction.id for delivery in foreign.values()]
-            done = yield Query(statements.RECOGNISE, {"queue": queue, "ids": list(foreign), "names": names})
+            ranks = [delivery.receipt.rank for delivery in foreign.values()]
+            given = {"queue": queue, "ids": list(foreign), "ranks": ranks, "names": names}
+            done = yield Query(statements.RECOGNISE, given)
             for (place,) in done:
                 foreign[place].done = True
 
     def _delivery(self, row: Sequence[Any], worker: int, token: int, until: float) -> Delivery:
-        place, key, _, deliveries, headers, body, done = row
+        place, key, rank, deliveries, headers, body, done = row
         transaction, error = decode(self._codec, body, texts(headers), source=self._name)
-        receipt = Receipt(place, worker, token, key, error is None)
+        receipt = Receipt(place, worker, token, rank, key, error is None)
         return Delivery(transaction, receipt, deliveries, until, error, done)

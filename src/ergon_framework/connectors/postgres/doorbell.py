@@ -17,8 +17,8 @@ import psycopg
 from psycopg import Connection
 from psycopg.rows import TupleRow
 
-from ergon_framework.connectors.postgres.lines import Lines
 from ergon_framework.connectors.postgres.statements import CHANNEL, SLEEP
+from ergon_framework.schema.lines import Lines
 
 #: How often it looks whether something is due or nobody wants to hear any more, and how long it waits before it
 #: connects again.

@@ -8,13 +8,14 @@ import threading
 import time
 from typing import Final
 
+from ergon_framework.connectors.base import ConnectorError
 from ergon_framework.connectors.postgres import statements
 from ergon_framework.connectors.postgres.doorbell import Doorbell
 from ergon_framework.connectors.postgres.durability import Durability, judged
-from ergon_framework.connectors.postgres.lines import Lines
-from ergon_framework.connectors.postgres.operation import BEGIN, COMMIT, Operation, Query
 from ergon_framework.connectors.postgres.tenure import Tenure
 from ergon_framework.errors import ConfigurationError
+from ergon_framework.schema.lines import Lines
+from ergon_framework.schema.operation import BEGIN, COMMIT, Operation, Query
 from ergon_framework.schema.revisions import NEEDED, suffices
 
 _log = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ class Home:
     def __init__(self, dsn: str, lease: float) -> None:
         #: A forked child is another worker instance: with its parent's number it would share its parent's claims.
         self.owner = os.getpid()
-        self.lines = Lines(dsn)
+        self.lines = Lines(dsn, other=ConnectorError)
         self.tenure = Tenure(lease)
         self.doorbell = Doorbell(self.lines)
         #: None before anybody has looked.

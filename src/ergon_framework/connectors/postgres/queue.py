@@ -31,10 +31,10 @@ from ergon_framework.connectors.postgres import burials, callers, statements
 from ergon_framework.connectors.postgres.claiming import Claiming
 from ergon_framework.connectors.postgres.dispatching import Dispatch, dispatch
 from ergon_framework.connectors.postgres.home import Home, home_of, leave
-from ergon_framework.connectors.postgres.operation import Operation, Query
 from ergon_framework.connectors.postgres.receipt import Receipt
 from ergon_framework.connectors.postgres.settling import Settler
 from ergon_framework.errors import ConfigurationError
+from ergon_framework.schema.operation import Operation, Query
 from ergon_framework.scope import current
 from ergon_framework.transaction import Transaction
 
@@ -55,13 +55,13 @@ _DAY: Final = 86_400.0
 _TIDY: Final = 300.0
 _MOST: Final = 5_000
 _ROUNDS: Final = 20
-_MARK: Final = """
+_MARK: Final = callers.Template("""
 insert into ergon.inbox (queue, transaction_id)
 select coalesce(
     (select id from ergon.queue where name = cast({queue} as text)), ergon.make_queue(cast({queue} as text))
 ), cast({id} as text)
 on conflict do nothing returning transaction_id
-"""
+""")
 
 
 class PostgresQueue(Connector, AsyncConnector):
@@ -145,12 +145,7 @@ class PostgresQueue(Connector, AsyncConnector):
                 # Kept, so that nobody collects connections that are the parent's.
                 self._inherited, self._home, self._number, self._unhang = self._home, None, None, None
             if self._home is None:
-                dsn = self._dsn or os.environ.get(VARIABLE)
-                if not dsn:
-                    raise ConfigurationError(
-                        f"the queue {self._name!r} has no database: set {VARIABLE} in the environment or give dsn=…"
-                    )
-                self._home = home_of(dsn, self._lease)
+                self._home = home_of(self._address(), self._lease)
                 self._claiming = Claiming(
                     self._home.tenure,
                     self._codec,
@@ -161,6 +156,14 @@ class PostgresQueue(Connector, AsyncConnector):
                 )
                 self._settler = Settler(self._home.tenure, self._claiming, inbox=self._inbox)
             return self._home
+
+    def _address(self) -> str:
+        dsn = self._dsn or os.environ.get(VARIABLE)
+        if not dsn:
+            raise ConfigurationError(
+                f"the queue {self._name!r} has no database: set {VARIABLE} in the environment or give dsn=…"
+            )
+        return dsn
 
     def _opened(self, home: Home) -> Operation[int]:
         """The queue's number; the first time, with a look at the database."""
@@ -398,7 +401,8 @@ class PostgresQueue(Connector, AsyncConnector):
 
         def sent(home: Home) -> Operation[Sequence[Confirmation]]:
             yield from self._opened(home)
-            sql = callers.rendered(given.template, given.parameters, callers.Style.PSYCOPG).sql
+            style, prepares = callers.Style.PSYCOPG, bool(home.lines.direct)
+            sql = callers.rendered(given.template, given.parameters, style, prepares=prepares).sql
             yield Query(sql, given.parameters)
             return [Confirmation(name) for name in given.ids]
 
@@ -408,7 +412,7 @@ class PostgresQueue(Connector, AsyncConnector):
         stamped = [self.stamped(transaction) for transaction in transactions]
         urgent = self._priority
         priorities = [0] * len(stamped) if urgent is None else [self._level(urgent(each)) for each in stamped]
-        return dispatch(self._name, stamped, self._codec, priorities)
+        return dispatch(self._name, self._number, stamped, codec=self._codec, priorities=priorities)
 
     def _level(self, priority: int) -> int:
         level = int(priority)

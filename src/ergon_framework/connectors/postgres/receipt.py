@@ -11,6 +11,8 @@ class Receipt(NamedTuple):
     id: int
     worker: int
     token: int
+    #: By which it is found among those that have not come back yet; None for one that has.
+    rank: int | None
     #: The key in the queue, also of what could not be read; nothing of that key may overtake it.
     key: str | None
     readable: bool = True

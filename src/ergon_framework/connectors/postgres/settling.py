@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import psycopg
@@ -20,9 +20,9 @@ from ergon_framework.connectors.base import (
 )
 from ergon_framework.connectors.codec import UnencodableError, write_headers
 from ergon_framework.connectors.postgres import statements
-from ergon_framework.connectors.postgres.operation import BEGIN, COMMIT, ROLLBACK, Operation, Query
 from ergon_framework.connectors.postgres.receipt import Receipt
 from ergon_framework.failure import Failure
+from ergon_framework.schema.operation import BEGIN, COMMIT, ROLLBACK, Operation, Query
 
 if TYPE_CHECKING:
     from ergon_framework.connectors.postgres.claiming import Claiming
@@ -99,8 +99,9 @@ class Settler:
         self, queue: int, groups: dict[type[Settlement], list[_Placed]], results: list[SettleResult]
     ) -> Operation[bool]:
         receipts = {delivery.receipt for placed in groups.values() for _, delivery, _ in placed}
+        emptied = self._emptied(groups)
         try:
-            found, ready = yield from self._told(queue, groups)
+            found, ready = yield from self._told(queue, groups, emptied)
             settled = found | (yield from self._settled_before(receipts, found))
         except psycopg.DataError:
             raise
@@ -113,16 +114,16 @@ class Settler:
         self._uncertain -= receipts
         for receipt in receipts:
             self._owed.pop(receipt, None)
-        self._claiming.settled(receipts)
+        self._claiming.settled(receipts, emptied)
         return ready
 
-    def _told(self, queue: int, groups: dict[type[Settlement], list[_Placed]]) -> Operation[tuple[set[_Claim], bool]]:
+    def _told(
+        self, queue: int, groups: dict[type[Settlement], list[_Placed]], emptied: set[tuple[int, int]]
+    ) -> Operation[tuple[set[_Claim], bool]]:
         """Which messages were settled, all in one transaction; and whether something became ready by it."""
         kinds = list(groups)
         # Only the last statement may find a claim empty: the others still need its row.
-        queries = [
-            self._query(kind, queue, groups[kind], self._emptied(groups) if kind is kinds[-1] else ()) for kind in kinds
-        ]
+        queries = [self._query(kind, queue, groups[kind], emptied if kind is kinds[-1] else ()) for kind in kinds]
         keys = sorted({key for kind in (Ack, DeadLetter) for key in _keys(groups.get(kind, ()))})
         ready = bool(groups.get(Release)) or any(how.delay <= 0 for *_, how in groups.get(Later, ()))
         found: set[_Claim] = set()
@@ -154,20 +155,22 @@ class Settler:
         living = {row[0] for row in rows}
         return {_claim(receipt) for receipt in doubted if receipt.worker in living}
 
-    def _emptied(self, groups: dict[type[Settlement], list[_Placed]]) -> Sequence[tuple[int, int]]:
-        """The claims of which nothing is left once all of these are settled."""
+    def _emptied(self, groups: dict[type[Settlement], list[_Placed]]) -> set[tuple[int, int]]:
+        """The claims of which nothing is left once all of these are settled, or was left before."""
         settled: dict[tuple[int, int], set[int]] = {}
         for placed in groups.values():
             for _, delivery, _ in placed:
                 settled.setdefault((delivery.receipt.worker, delivery.receipt.token), set()).add(delivery.receipt.id)
-        return [claim for claim, ids in settled.items() if self._claiming.held.get(claim, ids) <= ids]
+        emptied = {claim for claim, ids in settled.items() if self._claiming.held.get(claim, ids) <= ids}
+        return emptied | self._claiming.left_over
 
     def _query(
-        self, kind: type[Settlement], queue: int, placed: list[_Placed], emptied: Sequence[tuple[int, int]]
+        self, kind: type[Settlement], queue: int, placed: list[_Placed], emptied: Collection[tuple[int, int]]
     ) -> Query:
         receipts = [delivery.receipt for _, delivery, _ in placed]
         given: dict[str, Any] = {
             "ids": _numbers(receipt.id for receipt in receipts),
+            "ranks": _numbers("null" if receipt.rank is None else receipt.rank for receipt in receipts),
             "workers": _numbers(receipt.worker for receipt in receipts),
             "tokens": _numbers(receipt.token for receipt in receipts),
             "empty_workers": _numbers(worker for worker, _ in emptied),
@@ -203,7 +206,7 @@ def _claim(receipt: Receipt) -> _Claim:
     return receipt.id, receipt.worker, receipt.token
 
 
-def _numbers(numbers: Iterable[int]) -> str:
+def _numbers(numbers: Iterable[int | str]) -> str:
     """As the server writes an array of numbers: a tenth of what the driver takes for the same."""
     return "{" + ",".join(map(str, numbers)) + "}"
 

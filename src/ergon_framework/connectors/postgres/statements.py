@@ -4,8 +4,9 @@ Three rules run through all of them. A claim is one row, of a worker and a token
 it took: whatever settles a message names that row and locks it, so that a stale worker changes
 nothing. A claim takes a key share lock on its worker's row: whoever takes that row away knows that
 no claim slips in behind. And nothing is written anew on the way of a message that succeeds: it is
-inserted twice, into content and ready, and deleted from the one when it is claimed and from the
-other when it is done.
+inserted into ready and deleted there when it is done. What comes back is moved into content, by the
+same statement that takes it out of its claim. So a message is in one of the two, and a look into
+both, in one statement, finds it once; and what ready holds is either in a claim or was in none yet.
 """
 
 from __future__ import annotations
@@ -23,17 +24,6 @@ select name, setting from pg_settings
 where name in ('fsync', 'synchronous_commit', 'full_page_writes', 'server_version_num')
 """
 
-BACKEND: Final = "select pg_backend_pid()"
-
-#: For a session of our own. Every statement here is meant to go by its indexes, whatever the statistics say: a plan
-#: that was made while a table was empty must be good when it is full, so that none has to be made twice.
-PLANS: Final = """
-select set_config(name, setting, false) from (values
-    ('plan_cache_mode', 'force_generic_plan'), ('enable_seqscan', 'off'), ('enable_bitmapscan', 'off'),
-    ('enable_hashjoin', 'off'), ('enable_mergejoin', 'off'), ('jit', 'off')
-) as wanted(name, setting)
-"""
-
 QUEUE: Final = "select coalesce((select id from ergon.queue where name = %(name)s), ergon.make_queue(%(name)s))"
 
 # -- a worker instance ------------------------------------------------------------------------------
@@ -46,11 +36,20 @@ HEARTBEAT: Final = """
 update ergon.worker set alive_until = now() + %(lease)s * interval '1 second' where id = %(worker)s returning id
 """
 
+#: Whether what a claim *h* names as *i* is there still. Selected, not asked whether it exists: for that the server may
+#: choose to read the whole table once, and keep to it when the table has grown.
+_THERE: Final = """
+case when i.rank is null
+    then (select c.id from ergon.content c where c.id = i.id)
+    else (select r.id from ergon.ready r where r.queue = h.queue and r.rank = i.rank and r.id = i.id)
+end is not null
+"""
+
 #: A worker that holds nothing needs no row; one that does keeps it until its lease is over.
-RETIRE: Final = """
+RETIRE: Final = f"""
 with left_over as (
     delete from ergon.held h where h.worker = %(worker)s
-    and not exists (select 1 from ergon.content c where c.id = any(h.ids)) returning h.token
+    and not exists (select 1 from unnest(h.ids, h.ranks) as i(id, rank) where {_THERE}) returning h.token
 ),
 gone as (
     delete from ergon.worker w where w.id = %(worker)s and not exists (
@@ -71,163 +70,167 @@ delete from ergon.worker where id in (
 ) returning id
 """
 
+#: What comes back for the first time, in *back*, goes on in content.
+_MOVED: Final = """
+moved as (
+    insert into ergon.content (id, created_at, queue, deliveries, priority, transaction_id, key, headers, body)
+    select id, created_at, queue, {deliveries}, -rank, transaction_id, key, {headers}, body from {back}
+)
+"""
+
+
+def _moved(back: str, deliveries: int = 0, headers: str = "headers") -> str:
+    return _MOVED.format(back=back, deliveries=deliveries, headers=headers)
+
+
 _REAP: Final = """
-with lost as (delete from ergon.held h where {whose} returning h.ids, h.queue),
+with lost as (delete from ergon.held h where {whose} returning h.ids, h.ranks, h.queue),
+named as materialized (
+    select l.queue, i.id, i.rank from lost l cross join unnest(l.ids, l.ranks) as i(id, rank)
+),
 turns as (delete from ergon.turn h where {whose}),
-back as (
-    update ergon.content c set deliveries = c.deliveries + 1
-    from (select unnest(ids) as id from lost) as l where c.id = l.id
+first_time as (
+    delete from ergon.ready r using named n where r.queue = n.queue and r.rank = n.rank and r.id = n.id
+    returning r.*
+),
+{moved},
+again as (
+    update ergon.content c set deliveries = c.deliveries + 1 from named n where n.rank is null and c.id = n.id
     returning c.id, c.queue, c.key
 ),
 into_returned as (
-    insert into ergon.returned (id, due_at, queue, key) select id, now(), queue, key from back
+    insert into ergon.returned (id, due_at, queue, key)
+    select id, now(), queue, key from first_time union all select id, now(), queue, key from again
     on conflict (id) do nothing
 )
-select count(*) from back
+select (select count(*) from first_time) + (select count(*) from again)
 """
 #: In a statement of its own, after the one above: it has to see every claim that was made before.
-REAP: Final = _REAP.format(whose="h.worker = any(%(workers)s)")
+REAP: Final = _REAP.format(whose="h.worker = any(%(workers)s)", moved=_moved("first_time", deliveries=1))
 #: What is held by somebody who does not exist, as after a restored backup.
-REAP_STRAYS: Final = _REAP.format(whose="not exists (select 1 from ergon.worker w where w.id = h.worker)")
+REAP_STRAYS: Final = _REAP.format(
+    whose="not exists (select 1 from ergon.worker w where w.id = h.worker)", moved=_moved("first_time", deliveries=1)
+)
 
 #: A claim whose answer never arrived: given back as if it had not been made.
 DISOWN: Final = """
 with lost as (
-    delete from ergon.held h where h.worker = %(worker)s and h.token = any(%(tokens)s) returning h.ids
+    delete from ergon.held h where h.worker = %(worker)s and h.token = any(%(tokens)s)
+    returning h.ids, h.ranks, h.queue
 ),
-turns as (delete from ergon.turn t where t.worker = %(worker)s and t.token = any(%(tokens)s))
+named as materialized (
+    select l.queue, i.id, i.rank from lost l cross join unnest(l.ids, l.ranks) as i(id, rank)
+),
+turns as (delete from ergon.turn t where t.worker = %(worker)s and t.token = any(%(tokens)s)),
+first_time as (
+    delete from ergon.ready r using named n where r.queue = n.queue and r.rank = n.rank and r.id = n.id
+    returning r.*
+),
+{moved}
 insert into ergon.returned (id, due_at, queue, key)
-select c.id, now(), c.queue, c.key from ergon.content c join (select unnest(ids) as id from lost) as l on l.id = c.id
+select id, now(), queue, key from first_time
+union all
+select c.id, now(), c.queue, c.key from named n join ergon.content c on c.id = n.id where n.rank is null
 on conflict (id) do nothing
-"""
+""".format(moved=_moved("first_time"))
 
 # -- claiming ---------------------------------------------------------------------------------------
 
-_CONTENT: Final = """
-select t.id, c.key, t.rank, c.deliveries + 1, c.headers, c.body, {done} as done
-from taken t join ergon.content c on c.id = t.id {inbox}
-"""
-_PLAIN: Final = _CONTENT.format(done="false", inbox="")
-_INBOX: Final = _CONTENT.format(
-    done="i.transaction_id is not null",
-    inbox="left join ergon.inbox i on i.queue = %(queue)s and i.transaction_id = c.transaction_id",
+#: The function is part of the schema: between its statements it has to look again, and that is one journey so.
+CLAIM: Final = """
+select * from ergon.claim(
+    %(queue)s::integer, %(count)s::integer, %(worker)s::bigint, %(token)s::bigint, %(rank)s::smallint,
+    %(floor)s::bigint, %(inbox)s::boolean
 )
-_ALIVE: Final = "select id from ergon.worker where id = %(worker)s and alive_until > now() for key share"
-_HOLD: Final = """
-    insert into ergon.held (worker, token, queue, ids)
-    select %(worker)s, %(token)s, %(queue)s, array_agg(id) from taken having count(*) > 0
-    on conflict (worker, token) do update set ids = held.ids || excluded.ids
 """
-
-#: What came back first, then fresh ones above the floor. Those with a key are only named: whether
-#: one may be handed out depends on its elders, which takes a lock and another look. A rank is told of
-#: fresh ones only. A negative id says that the worker is gone.
-_CLAIM: Final = """
-with alive as materialized ({alive}),
-due as materialized (
-    select r.ctid as place, r.id, r.key from ergon.returned r
-    where r.queue = %(queue)s and r.due_at <= now() and exists (select 1 from alive)
-    order by r.due_at limit %(count)s for update skip locked
-),
-fresh as materialized (
-    select r.ctid as place, r.id, r.key, r.rank from ergon.ready r
-    where r.queue = %(queue)s {where} and exists (select 1 from alive)
-    order by {order} limit %(count)s - (select count(*) from due) for update skip locked
-),
-from_due as (
-    delete from ergon.returned r where r.ctid = any(array(select place from due where key is null)) returning r.id
-),
-from_fresh as (
-    delete from ergon.ready r where r.ctid = any(array(select place from fresh where key is null))
-    returning r.id, r.rank
-),
-taken as (
-    select id, null::smallint as rank from from_due union all select id, rank from from_fresh
-),
-hold as ({hold})
-{content}
-union all select d.id, d.key, null, null, null, null, null from due d where d.key is not null
-union all select f.id, f.key, f.rank, null, null, null, null from fresh f where f.key is not null
-union all select -1, null, null, null, null, null, null where not exists (select 1 from alive)
-order by 1
-"""
-
-_FAST: Final = {"where": "and r.rank = %(rank)s and r.id > %(floor)s", "order": "r.id"}
-_SWEEP: Final = {"where": "", "order": "r.rank, r.id"}
-
-#: By (from the bottom, with the inbox).
-CLAIM: Final = {
-    (sweep, inbox): _CLAIM.format(
-        alive=_ALIVE, hold=_HOLD, content=_INBOX if inbox else _PLAIN, **(_SWEEP if sweep else _FAST)
-    )
-    for sweep in (False, True)
-    for inbox in (False, True)
-}
 
 #: Which of these keys nobody else is looking at; held to the end of the transaction.
 LOCK_KEYS: Final = """
-select c.id from ergon.content c
-where c.id = any(%(ids)s) and pg_try_advisory_xact_lock(hashtextextended(c.queue || ':' || c.key, 0))
+select n.id from unnest(%(ids)s::bigint[], %(keys)s::text[]) as n(id, key)
+where pg_try_advisory_xact_lock(hashtextextended(%(queue)s::int || ':' || n.key, 0))
 """
 
-_CLAIM_KEYED: Final = """
-with alive as materialized ({alive}),
+#: One statement, because claimers of one key come one after the other: whatever the last one did is seen. What has its
+#: turn now is in a claim, and nobody's to put aside.
+CLAIM_KEYED: Final = """
+with alive as materialized (
+    select id from ergon.worker where id = %(worker)s and alive_until > now() for key share
+),
 fresh as materialized (
-    select r.ctid as place, r.id, r.key from ergon.ready r
+    select r.id, r.rank, r.key from ergon.ready r
     where r.queue = %(queue)s and r.rank = any(%(ranks)s) and r.id = any(%(ids)s)
-    and exists (select 1 from alive) for update skip locked
+    and not exists (select 1 from ergon.turn u where u.queue = %(queue)s and u.key = r.key and u.id = r.id)
+    and exists (select 1 from alive) for update of r skip locked
 ),
 due as materialized (
     select r.ctid as place, r.id, r.key from ergon.returned r
     where r.id = any(%(ids)s) and r.due_at <= now() and exists (select 1 from alive) for update skip locked
 ),
-there as materialized (select id, key from fresh union all select id, key from due),
+there as materialized (select id, key, rank from fresh union all select id, key, null from due),
 elders as materialized (
-    select t.id, exists (
+    select t.id, t.key, t.rank, exists (
         select 1 from ergon.content e where e.queue = %(queue)s and e.key = t.key and e.id < t.id
+    ) or exists (
+        select 1 from ergon.ready e where e.queue = %(queue)s and e.key = t.key and e.id < t.id
     ) as behind from there t
 ),
 taken as materialized (
-    select t.id, null::smallint as rank, t.key from there t join elders e on e.id = t.id
-    where not e.behind and not exists (select 1 from ergon.turn u where u.queue = %(queue)s and u.key = t.key)
+    select e.id, e.key, e.rank from elders e
+    where not e.behind and not exists (select 1 from ergon.turn u where u.queue = %(queue)s and u.key = e.key)
 ),
 turns as (
     insert into ergon.turn (queue, key, id, worker, token)
     select %(queue)s, key, id, %(worker)s, %(token)s from taken
 ),
-leaving as materialized (
-    select id, false as behind from taken union all select id, behind from elders where behind
-),
-from_fresh as (
-    delete from ergon.ready r
-    where r.ctid = any(array(select f.place from fresh f join leaving l on l.id = f.id))
-),
 from_due as (
-    delete from ergon.returned r
-    where r.ctid = any(array(select d.place from due d join leaving l on l.id = d.id where not l.behind))
+    delete from ergon.returned r where r.ctid = any(array(select d.place from due d join taken t on t.id = d.id))
 ),
 waiting as (
     update ergon.returned r set due_at = 'infinity' where r.id in (
-        select d.id from due d join elders e on e.id = d.id where e.behind
+        select id from elders where behind and rank is null
     )
 ),
-blocked as (
-    insert into ergon.returned (id, due_at, queue, key)
-    select f.id, 'infinity', %(queue)s, f.key from fresh f join elders e on e.id = f.id where e.behind
+aside as (
+    delete from ergon.ready r using elders e
+    where e.behind and r.queue = %(queue)s and r.rank = e.rank and r.id = e.id
+    returning r.*
 ),
-hold as ({hold})
-{content}
+{moved},
+blocked as (
+    insert into ergon.returned (id, due_at, queue, key) select id, 'infinity', queue, key from aside
+),
+hold as (
+    insert into ergon.held as h (worker, token, queue, low, high, ids, ranks)
+    select %(worker)s, %(token)s, %(queue)s, coalesce(min(id) filter (where rank is not null), 0),
+        coalesce(max(id) filter (where rank is not null), 0), array_agg(id order by id), array_agg(rank order by id)
+    from taken having count(*) > 0
+    on conflict (worker, token) do update set
+        low = coalesce(least(nullif(h.low, 0), nullif(excluded.low, 0)), 0),
+        high = greatest(h.high, excluded.high),
+        ids = h.ids || excluded.ids, ranks = h.ranks || excluded.ranks
+)
+select m.id, m.key, m.rank, 1, m.headers, m.body, %(inbox)s and (
+    select i.queue from ergon.inbox i where i.queue = %(queue)s and i.transaction_id = m.transaction_id
+) is not null from taken t join ergon.ready m on m.queue = %(queue)s and m.rank = t.rank and m.id = t.id
+union all
+select m.id, m.key, null, m.deliveries + 1, m.headers, m.body, %(inbox)s and (
+    select i.queue from ergon.inbox i where i.queue = %(queue)s and i.transaction_id = m.transaction_id
+) is not null from taken t join ergon.content m on t.rank is null and m.id = t.id
 order by 1
-"""
-CLAIM_KEYED: Final = {
-    inbox: _CLAIM_KEYED.format(alive=_ALIVE, hold=_HOLD, content=_INBOX if inbox else _PLAIN) for inbox in (False, True)
-}
+""".format(moved=_moved("aside"))
 
 #: Ids of foreign messages, which are known only once they were read; and those of them that are done.
 RECOGNISE: Final = """
-with given as (select * from unnest(%(ids)s::bigint[], %(names)s::text[]) as g(id, name)),
-named as (
-    update ergon.content c set transaction_id = g.name from given g where c.id = g.id and c.transaction_id <> g.name
+with given as materialized (
+    select * from unnest(%(ids)s::bigint[], %(ranks)s::smallint[], %(names)s::text[]) as g(id, rank, name)
+),
+first_time as (
+    update ergon.ready r set transaction_id = g.name from given g
+    where r.queue = %(queue)s and r.rank = g.rank and r.id = g.id and r.transaction_id <> g.name
+),
+again as (
+    update ergon.content c set transaction_id = g.name from given g
+    where g.rank is null and c.id = g.id and c.transaction_id <> g.name
 )
 select g.id from given g join ergon.inbox i on i.queue = %(queue)s and i.transaction_id = g.name
 """
@@ -254,8 +257,8 @@ AWAKE: Final = "delete from ergon.sleeper where queue = %(queue)s and sleeper = 
 _GIVEN: Final = """
 given as materialized (
     select * from unnest(
-        %(ids)s::bigint[], %(workers)s::bigint[], %(tokens)s::bigint[]{columns}
-    ) as g(id, worker, token{names})
+        %(ids)s::bigint[], %(ranks)s::smallint[], %(workers)s::bigint[], %(tokens)s::bigint[]{columns}
+    ) as g(id, rank, worker, token{names})
 ),
 claims as materialized (
     select h.worker, h.token, h.ids from ergon.held h
@@ -266,13 +269,14 @@ own as materialized (
 )
 """
 #: The claim's row goes when nothing is left of it. The client says when that may be so; that it is so is seen here.
-_EMPTIED: Final = """
+_EMPTIED: Final = f"""
 empties as materialized (
     select h.worker, h.token
     from unnest(%(empty_workers)s::bigint[], %(empty_tokens)s::bigint[]) as e(worker, token)
     join ergon.held h on h.worker = e.worker and h.token = e.token
     where not exists (
-        select 1 from ergon.content c where c.id = any(h.ids) and not exists (select 1 from own o where o.id = c.id)
+        select 1 from unnest(h.ids, h.ranks) as i(id, rank)
+        where case when i.id in (select id from own) then false else {_THERE} end
     )
 ),
 emptied as (
@@ -288,9 +292,25 @@ turns as (
 _LEAVE: Final = """
 leave as (
     update ergon.held h
-    set ids = array(select id from unnest(h.ids) as i(id) where id not in (select id from own))
+    set (ids, ranks) = (
+        select coalesce(array_agg(i.id), '{}'), coalesce(array_agg(i.rank), '{}')
+        from unnest(h.ids, h.ranks) as i(id, rank) where i.id not in (select id from own)
+    )
     where (h.worker, h.token) in (select worker, token from own)
     and (h.worker, h.token) not in (select worker, token from empties)
+)
+"""
+#: What is settled leaves its table, with what was given of it: ready, if that is its first claim, or content.
+_LEAVING: Final = """
+first_time as (
+    delete from ergon.ready r using own o where r.queue = %(queue)s and r.rank = o.rank and r.id = o.id
+    returning {of_ready}
+)
+"""
+_ENDING: Final = """
+again as (
+    delete from ergon.content c using own o where o.rank is null and c.id = o.id
+    returning {of_content}
 )
 """
 
@@ -300,9 +320,9 @@ def _given(columns: str = "", names: str = "", lock: str = "key share") -> str:
 
 
 _ACK: Final = """
-with {given}, {emptied},
-done as (delete from ergon.content c using own o where c.id = o.id returning c.id, c.transaction_id){turns}{marked}
-select o.id, o.worker, o.token from own o join done d on d.id = o.id
+with {given}, {emptied}, {first_time}, {again},
+done as (select * from first_time union all select * from again){turns}{marked}
+select id, worker, token from done
 """
 _MARKED: Final = """,
 marked as (
@@ -312,30 +332,47 @@ marked as (
 #: By (some have a key, the inbox is on).
 ACK: Final = {
     (keyed, inbox): _ACK.format(
-        given=_given(), emptied=_EMPTIED, turns=f", {_TURNS}" if keyed else "", marked=_MARKED if inbox else ""
+        given=_given(),
+        emptied=_EMPTIED,
+        first_time=_LEAVING.format(of_ready="r.id, o.worker, o.token, r.transaction_id"),
+        again=_ENDING.format(of_content="c.id, o.worker, o.token, c.transaction_id"),
+        turns=f", {_TURNS}" if keyed else "",
+        marked=_MARKED if inbox else "",
     )
     for keyed in (False, True)
     for inbox in (False, True)
 }
 
 RELEASE: Final = """
-with {given}, {emptied}, {leave}, {turns},
+with {given}, {emptied}, {leave}, {turns}, {first_time}, {moved},
 back as (
     insert into ergon.returned (id, due_at, queue, key)
-    select c.id, now(), c.queue, c.key from own o join ergon.content c on c.id = o.id
+    select id, now(), queue, key from first_time
+    union all
+    select c.id, now(), c.queue, c.key from own o join ergon.content c on c.id = o.id where o.rank is null
 )
 select id, worker, token from own
-""".format(given=_given(lock="no key update"), emptied=_EMPTIED, leave=_LEAVE, turns=_TURNS)
+""".format(
+    given=_given(lock="no key update"),
+    emptied=_EMPTIED,
+    leave=_LEAVE,
+    turns=_TURNS,
+    first_time=_LEAVING.format(of_ready="r.*"),
+    moved=_moved("first_time"),
+)
 
 LATER: Final = """
-with {given}, {emptied}, {leave}, {turns},
+with {given}, {emptied}, {leave}, {turns}, {first_time}, {moved},
+changed as (
+    update ergon.content c set headers = o.headers::jsonb
+    from own o where o.rank is null and c.id = o.id and o.headers is not null
+),
 back as (
     insert into ergon.returned (id, due_at, queue, key)
+    select id, now() + delay * interval '1 second', queue, key from first_time
+    union all
     select c.id, now() + o.delay * interval '1 second', c.queue, c.key
-    from own o join ergon.content c on c.id = o.id
-),
-changed as (
-    update ergon.content c set headers = o.headers::jsonb from own o where c.id = o.id and o.headers is not null
+    from own o join ergon.content c on c.id = o.id where o.rank is null
 )
 select id, worker, token from own
 """.format(
@@ -343,21 +380,27 @@ select id, worker, token from own
     emptied=_EMPTIED,
     leave=_LEAVE,
     turns=_TURNS,
+    first_time=_LEAVING.format(of_ready="r.*, o.delay, o.headers as changed"),
+    moved=_moved("first_time", headers="coalesce(changed::jsonb, headers)"),
 )
 
+_BURIAL: Final = """
+    o.worker, o.token, o.name, o.reason, o.type, o.tenant, o.correlation, o.task, o.error_type, o.category,
+    o.readable, o.failure
+"""
 DEAD: Final = """
-with {given}, {emptied}, {turns},
-done as (delete from ergon.content c using own o where c.id = o.id returning c.*),
+with {given}, {emptied}, {turns}, {first_time}, {again},
+done as (select * from first_time union all select * from again),
 buried as (
     insert into ergon.dead_letter (
         queue, transaction_id, reason, deliveries, type, key, tenant, correlation, task, error_type, category,
         readable, priority, failure, headers, body
     )
-    select d.queue, o.name, o.reason, d.deliveries + 1, o.type, d.key, o.tenant, o.correlation, o.task, o.error_type,
-        o.category, o.readable, d.priority, o.failure, d.headers, d.body
-    from own o join done d on d.id = o.id
+    select queue, name, reason, deliveries, type, key, tenant, correlation, task, error_type, category, readable,
+        priority, failure, headers, body
+    from done
 )
-select o.id, o.worker, o.token from own o join done d on d.id = o.id
+select id, worker, token from done
 """.format(
     given=_given(
         """,
@@ -368,6 +411,12 @@ select o.id, o.worker, o.token from own o join done d on d.id = o.id
     ),
     emptied=_EMPTIED,
     turns=_TURNS,
+    first_time=_LEAVING.format(
+        of_ready=f"r.id, r.queue, r.key, 1 as deliveries, -r.rank as priority, r.headers, r.body, {_BURIAL}"
+    ),
+    again=_ENDING.format(
+        of_content=f"c.id, c.queue, c.key, c.deliveries + 1, c.priority, c.headers, c.body, {_BURIAL}"
+    ),
 )
 
 #: Blocking, and in one order for everybody: those who settle must not meet crosswise.
@@ -386,6 +435,7 @@ from unnest(%(keys)s::text[]) as k(key)
 where r.due_at = 'infinity' and r.id = (
     select e.id from ergon.content e where e.queue = %(queue)s and e.key = k.key order by e.id limit 1
 )
+and not exists (select 1 from ergon.ready e where e.queue = %(queue)s and e.key = k.key and e.id < r.id)
 returning r.id
 """
 
@@ -397,21 +447,29 @@ where exists (select 1 from ergon.sleeper where queue = %(queue)s and until > no
 
 # -- what is there ----------------------------------------------------------------------------------
 
-DEPTH: Final = """
+DEPTH: Final = f"""
+with held as materialized (
+    select i.id, i.rank from ergon.held h cross join unnest(h.ids, h.ranks) as i(id, rank)
+    where h.queue = %(queue)s and {_THERE}
+)
 select
     (select count(*) from ergon.ready where queue = %(queue)s)
+        - (select count(*) from held where rank is not null)
         + (select count(*) from ergon.returned where queue = %(queue)s and due_at <= now()) as ready,
     (select count(*) from ergon.returned where queue = %(queue)s and due_at > now()) as delayed,
-    (
-        select count(*) from ergon.held h cross join unnest(h.ids) as i(id) join ergon.content c on c.id = i.id
-        where h.queue = %(queue)s
-    ) as in_flight,
+    (select count(*) from held) as in_flight,
     (select count(*) from ergon.dead_letter where queue = %(queue)s) as dead,
-    (select extract(epoch from now() - min(c.created_at))::float8 from ergon.content c where c.id in (
-        (select id from ergon.ready where queue = %(queue)s order by rank, id limit 1)
+    (select extract(epoch from now() - min(o.created_at))::float8 from (
+        (
+            select created_at from ergon.ready where queue = %(queue)s and id not in (select id from held)
+            order by rank, id limit 1
+        )
         union all
-        (select id from ergon.returned where queue = %(queue)s and due_at <= now() order by id limit 1)
-    )) as oldest_age
+        (
+            select c.created_at from ergon.returned r join ergon.content c on c.id = r.id
+            where r.queue = %(queue)s and r.due_at <= now() order by r.id limit 1
+        )
+    ) as o) as oldest_age
 """
 
 # -- keeping house ----------------------------------------------------------------------------------

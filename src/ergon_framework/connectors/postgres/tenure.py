@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 
 from ergon_framework.connectors.postgres import statements
-from ergon_framework.connectors.postgres.operation import Operation, Query
+from ergon_framework.schema.operation import Operation, Query
 
 #: Of a lease that is left, the share below which it is renewed on the way to something else.
 _RENEW = 0.6

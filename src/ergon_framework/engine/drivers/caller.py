@@ -4,7 +4,8 @@ The loops' drivers run many scripts and own their threads. A caller is for code 
 running somewhere and wants one script done before it goes on. It knows two effects, Call and Sleep,
 and holds no decision. A call without a deadline is made in place. A call with one is made on a
 thread, or in a task, of its own, in a copy of the present context: at the deadline it is abandoned,
-its scope is cancelled, and whatever it still returns reaches nobody.
+its scope is cancelled, and whatever it still returns reaches nobody. A Visit keeps its deadline by
+itself, so that it is made in place too.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from ergon_framework.engine.drivers.aio import clock_of
 from ergon_framework.engine.drivers.bodies import checked
 from ergon_framework.engine.drivers.daemons import DaemonExecutor
 from ergon_framework.engine.drivers.waiting import Alarm, RealTime, Waiting
-from ergon_framework.engine.effects import NEVER, Call, R, Script, Sleep
+from ergon_framework.engine.effects import NEVER, Call, R, Script, Sleep, Visit
 from ergon_framework.engine.outcome import Answer, Err, Expired, NotBegunError, Ok, Stopped
 from ergon_framework.engine.senses import Senses
-from ergon_framework.errors import ConfigurationError
+from ergon_framework.errors import ConfigurationError, ErgonError
 
 #: The most bodies that run at once, abandoned ones included; more wait for a thread within their deadline.
 THREADS: Final = 1_000
@@ -75,6 +76,8 @@ class Caller:
     def _performed(self, effect: Any) -> Any:
         if type(effect) is Call:
             return _made(effect) if effect.until == NEVER else self._made_elsewhere(effect)
+        if type(effect) is Visit:
+            return _visited(effect)
         if type(effect) is Sleep:
             self._wait(self._waiting.alarm(), effect.until, lambda: False)
             return None
@@ -156,7 +159,7 @@ class AsyncCaller:
                 result: R = stop.value
                 break
             try:
-                if type(effect) is Call and effect.until == NEVER:
+                if isinstance(effect, Call) and effect.until == NEVER:
                     answer = _made(effect)
                     # What does not wait need not be a coroutine.
                     if type(answer) is Ok and hasattr(answer.value, "__await__"):
@@ -237,6 +240,13 @@ def _made(call: Call) -> Answer:
     try:
         return Ok(call.fn(*call.args))
     except BaseException as error:  # noqa: BLE001 - an answer is data; the script classifies it
+        return Err(error)
+
+
+def _visited(visit: Visit) -> Answer:
+    try:
+        return Ok(visit.fn(*visit.args))
+    except ErgonError as error:
         return Err(error)
 
 

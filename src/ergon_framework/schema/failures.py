@@ -1,4 +1,4 @@
-"""Failures: what an error of the driver means to a loop, told without quoting what was sent."""
+"""Failures: what an error of the driver means to whoever asked, told without quoting what was sent."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Final
 import psycopg
 from psycopg import errors
 
-from ergon_framework.connectors.base import ConnectorError
 from ergon_framework.errors import ConfigurationError, ConnectionLost, ErgonError
 
 #: The server is there but cannot serve: it starts, stops, or has become a standby.
@@ -31,8 +30,8 @@ _REFUSED: Final = (
 _LONGEST: Final = 200
 
 
-def translated(error: psycopg.Error, *, broken: bool) -> ErgonError:
-    """*error* in our words; *broken* when the connection did not survive it."""
+def translated(error: psycopg.Error, *, broken: bool, other: type[ErgonError] = ErgonError) -> ErgonError:
+    """*error* in our words; *broken* when the connection did not survive it. What is none of these is *other*."""
     if isinstance(error, _UNMADE):
         return ConfigurationError(
             f"the database has not the tables that this release needs ({_words(error)}); run: ergon db upgrade"
@@ -41,7 +40,7 @@ def translated(error: psycopg.Error, *, broken: bool) -> ErgonError:
         return ConfigurationError(f"the database refuses: {_words(error)}")
     if broken or isinstance(error, _AWAY):
         return ConnectionLost(f"the database is out of reach: {_words(error)}")
-    return ConnectorError(f"the database answered with {type(error).__name__}: {_words(error)}")
+    return other(f"the database answered with {type(error).__name__}: {_words(error)}")
 
 
 def _words(error: psycopg.Error) -> str:

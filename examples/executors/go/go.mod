@@ -1,0 +1,3 @@
+module ergon.example/executor
+
+go 1.19

@@ -1,0 +1,59 @@
+"""``ergon executor``: its commands with their options."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ergon_framework.cli.executor_exam import examine
+from ergon_framework.cli.executor_work import run_handlers
+from ergon_framework.cli.run import LogLevel
+
+executor = typer.Typer(
+    help="Runs handlers for an orchestrator, and examines executors of any language.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+
+@executor.command()
+def run(
+    *,
+    handlers: Annotated[
+        str, typer.Option(metavar="MODULE:REGISTRY", help="Where the handlers are, for example app:registry.")
+    ],
+    grace: Annotated[
+        float, typer.Option(min=0, max=3600, help="Seconds that a running handler has after SIGTERM.")
+    ] = 5.0,
+    log_level: Annotated[LogLevel | None, typer.Option(help="The least that is logged. Default: warning.")] = None,
+) -> None:
+    """Read requests from stdin, one a line, and write an outcome for each to stdout.
+
+    It ends when stdin is closed, after the last answer; at once when its parent is gone; and after SIGTERM, which
+    cancels the running handler. What handlers print goes to stderr.
+
+    Example: ergon executor run --handlers app:registry
+    """
+    raise typer.Exit(run_handlers(handlers, grace=grace, log_level=log_level))
+
+
+@executor.command()
+def check(
+    command: Annotated[list[str], typer.Argument(metavar="COMMAND...", help="What starts the executor.")],
+    *,
+    patience: Annotated[
+        float, typer.Option(min=0.1, max=600, help="Seconds it has for whatever it is asked, its start included.")
+    ] = 10.0,
+    only: Annotated[list[str] | None, typer.Option(metavar="QUESTION", help="Ask only this; may be repeated.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the marks as one line of JSON.")] = False,
+) -> None:
+    """Start an executor of any language, again and again, and see whether it keeps the protocol.
+
+    It needs the eight handlers exam.echo, exam.fail and so on, which docs/executors.md describes. The exit code is 0
+    if it passed, 1 if it failed something, and 2 if it cannot be started.
+
+    Example: ergon executor check -- node executor.mjs
+    """
+    raise typer.Exit(examine(command, patience=patience, only=only, as_json=json))

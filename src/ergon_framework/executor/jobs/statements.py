@@ -1,0 +1,204 @@
+"""The statements: how an attempt begins and ends, and what people ask for.
+
+The first two have numbered places and take and give JSON: they are made for every job, and the driver's own
+conversions would take longer than all the rest. Placeholders of the others are psycopg's named ones.
+
+The row of a job is the truth, and a message only brings somebody to it. An attempt begins for whoever holds the message
+in a claim, and is counted before anything is sent; how it ended is said by the same claim, or by nobody. The message is
+settled afterwards: if that does not happen any more, it comes back, and the row says what is to become of it.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+#: The worker's row is locked as by a claim: whoever would take it away waits, or was first, and then nothing is found
+#: here. What comes out of it for each message, see ``attempts.Decision``.
+START: Final = """
+with given as materialized (
+    select * from json_to_recordset($1::json) as g(id text, message bigint, worker bigint, token bigint)
+),
+alive as materialized (
+    select w.id from ergon.worker w where w.id in (select g.worker from given g) for key share
+),
+mine as materialized (
+    select g.* from given g join alive a on a.id = g.worker
+    join ergon.held h on h.worker = g.worker and h.token = g.token
+    where g.message = any(h.ids)
+),
+found as materialized (
+    select j.id, j.state, j.attempts, j.due_at, j.kill_asked, j.worker as by_worker, j.token as by_token,
+        j.message as for_message, coalesce(j.max_attempts, $2::integer) as most,
+        coalesce(j.timeout, $3::float8) as timeout, j.category, j.error_code, j.error_message,
+        m.message, m.worker, m.token
+    from mine m join ergon.job j on j.id = m.id order by j.id for no key update of j
+),
+judged as materialized (
+    select f.*, case
+        when f.state in ('succeeded', 'cancelled', 'killed') then 'over'
+        when f.state = 'failed' and f.for_message = f.message then 'buried'
+        when f.state = 'failed' then 'replayed'
+        when f.state = 'running' and f.by_worker = f.worker and f.by_token = f.token then 'begun'
+        when f.state = 'running' and f.for_message <> f.message and exists (
+            select 1 from ergon.held h
+            where h.worker = f.by_worker and h.token = f.by_token and f.for_message = any(h.ids)
+        ) then 'over'
+        when f.kill_asked then 'killed'
+        when f.state = 'pending' and f.due_at > now() then 'early'
+        when f.attempts >= f.most then 'exhausted'
+        else 'run'
+    end as decision
+    from found f
+),
+changed as (
+    update ergon.job j set
+        state = case d.decision when 'exhausted' then 'failed' when 'killed' then 'killed' else 'running' end,
+        attempts = case d.decision when 'run' then j.attempts + 1 when 'replayed' then 1 else j.attempts end,
+        worker = d.worker, token = d.token, message = d.message,
+        started_at = case when d.decision in ('run', 'replayed') then now() else j.started_at end,
+        ended_at = case when d.decision in ('exhausted', 'killed') then now() end,
+        expires_at = case when d.decision in ('exhausted', 'killed') then now() + j.retention * interval '1 second' end,
+        category = case d.decision when 'exhausted' then 'SYSTEM' when 'killed' then 'BUSINESS'
+            when 'run' then j.category end,
+        error_code = case d.decision when 'exhausted' then $4::text when 'killed' then 'killed'
+            when 'run' then j.error_code end,
+        error_type = case d.decision when 'run' then j.error_type end,
+        error_message = case d.decision when 'exhausted' then $5::text when 'killed' then $6::text
+            when 'run' then j.error_message end,
+        error_traceback = case d.decision when 'run' then j.error_traceback end
+    from judged d
+    where j.id = d.id and d.decision in ('run', 'replayed', 'exhausted', 'killed')
+    returning j.id, j.attempts, j.category, j.error_code, j.error_message
+)
+select json_agg(json_build_array(
+    m.id, coalesce(d.decision, 'unknown'), coalesce(c.attempts, d.attempts), d.most, d.timeout,
+    greatest(0, extract(epoch from d.due_at - now()))::float8, coalesce(c.category, d.category),
+    coalesce(c.error_code, d.error_code), coalesce(c.error_message, d.error_message)
+))::text
+from mine m left join judged d on d.id = m.id left join changed c on c.id = m.id
+"""
+
+#: Fenced by the claim that the attempt began with. Whoever finds it ended by that very claim has asked before, and was
+#: not told. A kill that was asked for is the outcome, whatever came out. One row for each that was this claim's.
+FINISH: Final = """
+with given as materialized (
+    select * from json_to_recordset($1::json) as g(
+        id text, worker bigint, token bigint, state text, delay float8, uncounted integer, result text, category text,
+        code text, type text, words text, traceback text
+    )
+),
+mine as materialized (
+    select g.*, j.state as was, case when j.kill_asked then 'killed' else g.state end as becomes
+    from given g join ergon.job j on j.id = g.id
+    where j.worker = g.worker and j.token = g.token order by j.id for no key update of j
+),
+done as (
+    update ergon.job j set
+        state = m.becomes,
+        attempts = j.attempts - m.uncounted,
+        due_at = case m.becomes when 'pending' then now() + m.delay * interval '1 second' else j.due_at end,
+        ended_at = case m.becomes when 'pending' then null else now() end,
+        expires_at = case m.becomes when 'pending' then null else now() + j.retention * interval '1 second' end,
+        result = case m.becomes when 'succeeded' then m.result end,
+        category = case when m.becomes = 'killed' then 'BUSINESS' when m.uncounted > 0 then j.category
+            else m.category end,
+        error_code = case when m.becomes = 'killed' then 'killed' when m.uncounted > 0 then j.error_code
+            else m.code end,
+        error_type = case when m.becomes = 'killed' then null when m.uncounted > 0 then j.error_type else m.type end,
+        error_message = case when m.becomes = 'killed' then $2::text when m.uncounted > 0 then j.error_message
+            else m.words end,
+        error_traceback = case when m.becomes = 'killed' then null when m.uncounted > 0 then j.error_traceback
+            else m.traceback end
+    from mine m where j.id = m.id and m.was = 'running'
+    returning j.id, j.state
+)
+select json_object_agg(m.id, coalesce(d.state, m.was))::text from mine m left join done d on d.id = m.id
+"""
+
+#: Which of those that run are to be killed: hardly ever any, so all of them are read.
+KILLS: Final = "select id from ergon.job where kill_asked and state = 'running'"
+
+#: A little at a time. A failed one whose dead letter is still there could be replayed, so it is kept on.
+SWEEP: Final = """
+with old as materialized (
+    select j.id, j.state = 'failed' and exists (
+        select 1 from ergon.dead_letter d where d.queue = j.queue and d.transaction_id = j.id
+    ) as needed
+    from ergon.job j where j.expires_at < now() order by j.expires_at limit %(most)s for update of j skip locked
+),
+kept as (
+    update ergon.job j set expires_at = now() + greatest(j.retention, 3600) * interval '1 second'
+    from old o where o.needed and j.id = o.id
+),
+gone as (
+    delete from ergon.job j using old o where not o.needed and j.id = o.id
+)
+select count(*) from old
+"""
+
+# -- what people ask for ----------------------------------------------------------------------------
+
+#: One that waits for a far time keeps its row until then: its message is there as long, and must find it.
+CANCEL: Final = """
+update ergon.job set state = 'cancelled', ended_at = now(),
+    expires_at = greatest(now(), due_at) + retention * interval '1 second'
+where id = %(id)s and state = 'pending' returning id
+"""
+
+KILL: Final = """
+update ergon.job set
+    kill_asked = state = 'running',
+    state = case state when 'pending' then 'cancelled' else state end,
+    ended_at = case state when 'pending' then now() end,
+    expires_at = case state when 'pending' then greatest(now(), due_at) + retention * interval '1 second' end
+where id = %(id)s and state in ('pending', 'running') returning state
+"""
+
+COLUMNS: Final = """
+    j.id, q.name, j.function_name, j.state, j.attempts, j.max_attempts, j.timeout, j.priority, j.tenant, j.correlation,
+    j.unique_key, j.created_at, j.due_at, j.started_at, j.ended_at, j.expires_at, j.kill_asked, j.result, j.category,
+    j.error_code, j.error_message, j.error_type, j.error_traceback, j.number
+"""
+SHOW: Final = f"select {COLUMNS} from ergon.job j join ergon.queue q on q.id = j.queue where j.id = %(id)s"
+
+#: Of these, the ones that have their end.
+ENDED: Final = f"""
+select {COLUMNS} from ergon.job j join ergon.queue q on q.id = j.queue
+where j.id = any(%(ids)s::text[]) and j.state not in ('pending', 'running')
+"""
+
+MISSING: Final = """
+select i.id from unnest(%(ids)s::text[]) as i(id) where not exists (select 1 from ergon.job j where j.id = i.id) limit 1
+"""
+
+STATE: Final = "select state from ergon.job where id = %(id)s"
+
+#: By one index whatever is asked: the newest of each queue and state, and of these the newest.
+LIST: Final = f"""
+select p.* from unnest(%(states)s::text[]) as s(state)
+cross join (
+    select q.id, q.name from ergon.queue q
+    where case when %(queue)s::text is null then starts_with(q.name, %(prefix)s) else q.name = %(queue)s end
+) as q
+cross join lateral (
+    select {COLUMNS} from ergon.job j
+    where j.queue = q.id and j.state = s.state and (%(before)s::bigint is null or j.number < %(before)s)
+    and (%(function)s::text is null or j.function_name = %(function)s)
+    and (%(tenant)s::text is null or j.tenant = %(tenant)s)
+    order by j.number desc limit %(limit)s
+) as p
+order by p.number desc limit %(limit)s
+"""
+
+REPLAYED: Final = """
+select j.state, j.queue, (
+    select max(d.id) from ergon.dead_letter d where d.queue = j.queue and d.transaction_id = j.id
+) from ergon.job j where j.id = %(id)s for no key update of j
+"""
+
+RESET: Final = """
+update ergon.job set state = 'pending', attempts = 0, due_at = now(), ended_at = null, expires_at = null, result = null,
+    kill_asked = false, category = null, error_code = null, error_type = null, error_message = null,
+    error_traceback = null
+where id = %(id)s
+"""

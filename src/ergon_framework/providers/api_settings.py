@@ -1,0 +1,47 @@
+"""What the health API is told from outside: whose tokens it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, Literal, Self, TypeAlias
+
+from pydantic import Field
+
+from ergon_framework.errors import ConfigurationError
+from ergon_framework.policy import Policy
+
+Algorithm: TypeAlias = Literal[
+    "HS256", "HS384", "HS512", "RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA"
+]
+_PREFIX: Final = "ERGON_API__"
+
+
+class ApiSettings(Policy):
+    """How tokens are verified: by the one algorithm that is named here, whatever a token says of itself.
+
+    A secret belongs to the algorithms HS…, a public key to all others; the other one of the two is refused, so that no
+    key can be taken for what it is not. The previous one is accepted too, while keys are changed.
+    """
+
+    algorithm: Algorithm = Field(default="RS256", description="The algorithm of the tokens' signatures.")
+    secret: str | None = Field(default=None, repr=False, description="The shared secret; for HS… only.")
+    previous_secret: str | None = Field(default=None, repr=False, description="The secret before this one.")
+    public_key: str | None = Field(default=None, description="The issuer's public key in PEM; not for HS….")
+    previous_public_key: str | None = Field(default=None, description="The public key before this one.")
+    issuer: str | None = Field(default=None, description="What iss must be; without it anything.")
+    audience: str | None = Field(default=None, description="What aud must name; without it anything.")
+    tenant_claim: str = Field(default="tenant_id", min_length=1, description="The claim that names the tenant.")
+    leeway: float = Field(default=10.0, ge=0, le=60, description="Seconds by which clocks may differ.")
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str]) -> Self:
+        """What the variables ``ERGON_API__…`` say."""
+        given: dict[str, Any] = {
+            name.removeprefix(_PREFIX).lower(): value for name, value in environ.items() if name.startswith(_PREFIX)
+        }
+        if "leeway" in given:
+            try:
+                given["leeway"] = float(given["leeway"])
+            except ValueError:
+                raise ConfigurationError(f"{_PREFIX}LEEWAY must be a number of seconds") from None
+        return cls.load(given)

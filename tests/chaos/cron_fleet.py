@@ -1,0 +1,10 @@
+"""One orchestrator of the cron chaos: ``ergon run tests.chaos.cron_fleet:orchestrator``."""
+
+from __future__ import annotations
+
+from ergon_framework.executor.jobs.cron import Cron
+from tests.integration import jobs
+
+#: Each of them declares it.
+TICK = Cron("tick", "* * * * * *", "echo", ["tick"])
+orchestrator = jobs.orchestrator(None, size=1, crons=[TICK])

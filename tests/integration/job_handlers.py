@@ -1,0 +1,41 @@
+"""Handlers for tests of jobs, run by the Python runtime."""
+
+from __future__ import annotations
+
+from ergon_framework.executor.job import current_job
+from ergon_framework.executor.registry import Registry, Retry
+
+registry = Registry()
+
+
+@registry.handler
+def double(number: int) -> int:
+    return 2 * number
+
+
+@registry.handler
+async def double_later(number: int) -> int:
+    return 2 * number
+
+
+@registry.handler
+def fail(words: str) -> None:
+    raise LookupError(words)
+
+
+@registry.handler
+async def fail_later(words: str) -> None:
+    raise LookupError(words)
+
+
+@registry.handler
+def third_time_lucky() -> int:
+    attempt = current_job().attempt
+    if attempt < 3:
+        raise Retry("not yet", after=0.05)
+    return attempt
+
+
+@registry.handler
+def traced() -> str:
+    return current_job().carrier["traceparent"]

@@ -1,0 +1,184 @@
+"""The tables of providers: those that the document names, as it names them, added to what was there."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+
+import psycopg
+import pytest
+from alembic import command
+
+from ergon_framework.schema import migrate
+from ergon_framework.schema.migrations.versions import r0002_providers
+
+_numbers = itertools.count(1)
+
+#: Tables, columns and indexes of the document, in its own order.
+NAMED = """
+provider_quota_states: id tenant_id provider_name capability window_start window_end limit_count used_count
+    remaining_count last_exhausted_at updated_at
+  unique (tenant_id, provider_name, capability, window_start)
+  (tenant_id, window_end)
+provider_health_states: id tenant_id provider_name capability breaker_state consecutive_failures success_rate_1h
+    p95_latency_ms_1h last_error_code last_error_at last_success_at updated_at
+  unique (tenant_id, provider_name, capability)
+  (tenant_id, breaker_state)
+provider_execution_metrics: id tenant_id task_execution_id provider_name capability operation idempotency_key
+    correlation_id attempt_number max_attempts duration_ms timeout_budget_ms outcome reason_code retryable http_status
+    created_at
+  (tenant_id, provider_name, capability, created_at)
+  (tenant_id, outcome, created_at)
+  (correlation_id)
+"""
+
+
+def named():
+    """Each table with its columns, and its indexes as (unique, columns)."""
+    found = {}
+    for table, rest in re.findall(r"^(\w+):((?:.|\n)*?)(?=^\w|\Z)", NAMED, re.MULTILINE):
+        indexes = re.findall(r"^  (unique )?\(([^)]*)\)", rest, re.MULTILINE)
+        columns = re.sub(r"^  (unique )?\(.*$", "", rest, flags=re.MULTILINE).split()
+        found[table] = columns, {(bool(unique), tuple(names.split(", "))) for unique, names in indexes}
+    return found
+
+
+@pytest.fixture
+def dsn(postgres):
+    return postgres.create_database(f"providers_{os.getpid()}_{next(_numbers)}")
+
+
+def rows(dsn, statement, *parameters):
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        return connection.execute(statement, parameters).fetchall()
+
+
+def columns(dsn, table):
+    return rows(
+        dsn,
+        "select column_name, data_type, is_nullable from information_schema.columns"
+        " where table_schema = 'ergon' and table_name = %s order by ordinal_position",
+        table,
+    )
+
+
+def indexes(dsn, table):
+    """All but the primary key, which is nobody's choice."""
+    return {
+        (unique, tuple(names))
+        for unique, names in rows(
+            dsn,
+            "select i.indisunique, array(select a.attname::text from unnest(i.indkey) with ordinality k(n, place)"
+            " join pg_attribute a on a.attrelid = i.indrelid and a.attnum = k.n order by place)"
+            " from pg_index i where i.indrelid = ('ergon.' || %s)::regclass and not i.indisprimary",
+            table,
+        )
+    }
+
+
+def move(dsn, direction, to):
+    with migrate._connected(dsn) as connection:
+        config = migrate._config()
+        config.attributes["connection"] = connection
+        getattr(command, direction)(config, to)
+        connection.commit()
+
+
+def shape(dsn):
+    """Everything in our schema, by name and definition."""
+    return rows(
+        dsn,
+        """
+        select 'column', table_name || '.' || column_name, data_type || coalesce(column_default, '') || is_nullable
+        from information_schema.columns where table_schema = 'ergon'
+        union all select 'index', indexname, indexdef from pg_indexes where schemaname = 'ergon'
+        union all select 'check', conname || conrelid::regclass, pg_get_constraintdef(oid) from pg_constraint
+            where connamespace = 'ergon'::regnamespace
+        union all select 'function', p.oid::regprocedure::text, md5(p.prosrc) from pg_proc p
+            where pronamespace = 'ergon'::regnamespace
+        order by 1, 2, 3
+        """,
+    )
+
+
+@pytest.mark.spec("PRV-09", "PRV-10", "PRV-11", "PRV-15")
+@pytest.mark.parametrize("table", sorted(named()))
+def test_the_tables_have_the_columns_and_indexes_that_the_document_names_and_no_others(dsn, table):
+    migrate.upgrade(dsn)
+    expected, wanted = named()[table]
+    assert [name for name, _, _ in columns(dsn, table)] == expected
+    assert indexes(dsn, table) == wanted
+
+
+@pytest.mark.spec("PRV-29")
+def test_a_metric_may_name_its_task_execution_and_no_more_is_nullable_than_the_document_says(dsn):
+    migrate.upgrade(dsn)
+    nullable = {name for name, _, can in columns(dsn, "provider_execution_metrics") if can == "YES"}
+    assert nullable == {"task_execution_id", "idempotency_key", "reason_code", "http_status"}
+    (reference,) = rows(
+        dsn,
+        "select pg_get_constraintdef(oid) from pg_constraint where contype = 'f'"
+        " and conrelid = 'ergon.provider_execution_metrics'::regclass",
+    )
+    assert reference == ("FOREIGN KEY (task_execution_id) REFERENCES ergon.task_executions(id)",)
+
+
+@pytest.mark.spec("PRV-29")
+@pytest.mark.parametrize(
+    "statement",
+    [
+        (
+            "insert into ergon.provider_health_states (tenant_id, provider_name, capability, breaker_state)"
+            " values ('t', 'p', 'c', 'ajar')"
+        ),
+        (
+            "insert into ergon.provider_quota_states (tenant_id, provider_name, capability, window_start, window_end,"
+            " limit_count, used_count, remaining_count) values ('t', 'p', 'c', now(), now(), 10, 3, 8)"
+        ),
+    ],
+)
+def test_what_contradicts_itself_is_refused_by_the_tables(dsn, statement):
+    migrate.upgrade(dsn)
+    with psycopg.connect(dsn) as connection, pytest.raises(psycopg.errors.CheckViolation):
+        connection.execute(statement)
+
+
+@pytest.mark.spec("PRV-15")
+def test_the_migration_adds_and_touches_nothing_that_was_there(dsn):
+    migrate.upgrade(dsn, "0001")
+    before = shape(dsn)
+    migrate.upgrade(dsn, "0002")
+    after = shape(dsn)
+    assert set(before) <= set(after)
+    assert all(
+        re.match(r"(provider_|task_executions|ergon\.provider_)", name) for _, name, _ in set(after) - set(before)
+    )
+
+
+@pytest.mark.spec("PRV-15")
+def test_up_and_down_and_up_again_is_the_same(dsn):
+    migrate.upgrade(dsn, "0001")
+    first = shape(dsn)
+    migrate.upgrade(dsn)
+    second = shape(dsn)
+    move(dsn, "downgrade", "0001")
+    assert shape(dsn) == first
+    move(dsn, "upgrade", "head")
+    assert shape(dsn) == second
+
+
+@pytest.mark.spec("PRV-15")
+def test_every_table_and_function_of_the_migration_is_taken_away_by_name(dsn):
+    migrate.upgrade(dsn)
+    functions = rows(
+        dsn,
+        "select proname::text from pg_proc where pronamespace = 'ergon'::regnamespace and proname like 'provider%%'",
+    )
+    assert sorted(name for (name,) in functions) == sorted(r0002_providers.FUNCTIONS)
+    tables = rows(
+        dsn,
+        "select c.relname::text from pg_class c where relnamespace = 'ergon'::regnamespace and relkind in ('r', 'p')"
+        " and not relispartition and (relname like 'provider%%' or relname = 'task_executions')",
+    )
+    assert sorted(name for (name,) in tables) == sorted(r0002_providers.TABLES)

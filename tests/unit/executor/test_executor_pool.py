@@ -1,0 +1,734 @@
+"""The pool: one job at a time in each executor, killed in time, and nobody left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import uvloop
+
+from ergon_framework.executor import process
+from ergon_framework.executor.guard import Guard
+from ergon_framework.executor.lines import MAX_LINE, LineError
+from ergon_framework.executor.pool import ExecutorPool, PoolClosed, PoolPolicy
+from ergon_framework.executor.process import _GATE, Command, ExecutorReleased, Limits
+from ergon_framework.executor.protocol import Status, read_outcome
+from ergon_framework.task.mixins.policies import RetryPolicy
+from ergon_framework.telemetry.metrics import registry_of
+from ergon_framework.telemetry.names import METRICS, Attribute
+
+PROGRAM = str(Path(__file__).with_name("stubborn.py"))
+STUBBORN = ("0", "stubborn")
+
+
+def command(*words, **more):
+    return Command(words=(sys.executable, "-S", PROGRAM, *words), environment={"PATH": os.environ["PATH"]}, **more)
+
+
+def pooled(body, *words, environment=None, limits=None, **policy):
+    """Run *body* with a pool of executors."""
+    changes = {} if environment is None else {"environment": environment}
+    changes |= {} if limits is None else {"limits": limits}
+    policy = PoolPolicy(**{"size": 1, "grace": 0.2} | policy)
+
+    async def main():
+        async with ExecutorPool(command(*words).model_copy(update=changes), policy=policy) as pool:
+            return await asyncio.wait_for(body(pool), 30)
+
+    return asyncio.run(main())
+
+
+def gone(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+@contextmanager
+def sleeping():
+    """A process in a group of its own."""
+    with subprocess.Popen(["sleep", "300"], start_new_session=True) as sleeper:
+        try:
+            yield sleeper
+        finally:
+            sleeper.kill()
+
+
+def within(seconds, act):
+    """Do what might never return."""
+    thread = threading.Thread(target=act, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert not thread.is_alive(), "it hangs"
+
+
+async def until(holds):
+    async with asyncio.timeout(15):
+        while not holds():  # noqa: ASYNC110 - other processes set no events
+            await asyncio.sleep(0.01)
+
+
+# -- everyday -------------------------------------------------------------------------------------
+
+
+@pytest.mark.spec("EXE-10")
+def test_each_job_has_its_own_outcome():
+    async def body(pool):
+        jobs = [pool.run("echo", [number], job_id=f"job-{number}", timeout=10) for number in range(30)]
+        return [(got.job_id, got.result) for got in await asyncio.gather(*jobs)]
+
+    assert pooled(body, size=3) == [(f"job-{number}", number) for number in range(30)]
+
+
+def test_an_executor_has_one_job_at_a_time():
+    async def body(pool):
+        began = time.monotonic()
+        await asyncio.gather(*(pool.run("sleep", [0.15], job_id=str(n), timeout=10) for n in range(3)))
+        return time.monotonic() - began
+
+    assert pooled(body) >= 0.45
+    assert pooled(body, max_in_flight=3) < 0.4
+
+
+@pytest.mark.spec("EXE-25")
+def test_mebibytes_go_both_ways_at_once():
+    async def body(pool):
+        values = [f"{n}" * 2**20 for n in range(4)]
+        jobs = [pool.run("echo", [value], job_id=value[0], timeout=20) for value in values]
+        return [got.result for got in await asyncio.gather(*jobs)] == values
+
+    assert pooled(body, max_in_flight=4)
+
+
+def test_what_cannot_be_sent_costs_nobody_his_executor():
+    async def body(pool):
+        with pytest.raises(LineError):
+            await pool.run("echo", [object()], job_id="a", timeout=5)
+        return await pool.run("echo", [1], job_id="b", timeout=5), pool.counts["started"]
+
+    got, started = pooled(body)
+    assert (got.result, started) == (1, 1)
+
+
+@pytest.mark.spec("EXE-25")
+def test_arguments_with_two_keys_that_are_written_alike_are_never_sent():
+    async def body(pool):
+        with pytest.raises(LineError, match="'1'") as refused:
+            await pool.run("echo", [{"x": {1: "a", "1": "b"}}], job_id="a", timeout=5)
+        return refused.value.reason, (await pool.run("echo", [{1: "a"}], job_id="b", timeout=5)).result
+
+    assert pooled(body) == ("repeated_key", {"1": "a"})
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"job_id": ""}, {"job_id": "j" * 1025}, {"attempt_number": 0}, {"queue_name": ""}, {"kwargs": {1: 2}}]
+)
+def test_what_breaks_the_protocol_is_never_sent(wrong):
+    async def body(pool):
+        with pytest.raises(LineError) as refused:
+            await pool.run("echo", **{"job_id": "a", "timeout": 5} | wrong)
+        return refused.value.reason, (await pool.run("echo", [1], job_id="b", timeout=5)).result
+
+    assert pooled(body) == ("bad_field", 1)
+
+
+def test_a_job_that_is_in_an_executor_is_not_sent_to_it_again():
+    async def body(pool):
+        first = asyncio.create_task(pool.run("sleep", [0.3], job_id="a", timeout=5))
+        await until(lambda: pool._taken and sum(pool._taken.values()) == 1)
+        with pytest.raises(ExecutorReleased) as refused:
+            await pool.run("echo", [1], job_id="a", timeout=0.1)
+        return refused.value.later, (await first).status
+
+    assert pooled(body, max_in_flight=2) == (True, Status.SUCCESS)
+
+
+def test_an_executor_sees_only_the_environment_it_was_given(monkeypatch):
+    monkeypatch.setenv("DATABASE_PASSWORD", "hunter2")
+
+    async def body(pool):
+        return (await pool.run("environment", job_id="a", timeout=5)).result
+
+    assert pooled(body, environment={"COLOUR": "red"}).keys() - {"PWD", "SHLVL", "_", "LC_CTYPE", "OLDPWD"} == {
+        "COLOUR"
+    }
+
+
+def test_what_it_says_is_logged_with_its_job_and_trace(caplog):
+    caplog.set_level(logging.INFO, "ergon_framework.executor")
+    trace = "0af7651916cd43dd8448eb211c80319c"
+
+    async def body(pool):
+        carrier = {"traceparent": f"00-{trace}-b7ad6b7169203331-01"}
+        await pool.run("say", ["hello password=hunter2"], job_id="job-7", timeout=5, carrier=carrier)
+
+    pooled(body)
+    (record,) = [each for each in caplog.records if each.getMessage() == "executor said"]
+    assert (record.line, record.transaction_id, record.trace_id) == ("hello password=[hidden]", "job-7", trace)
+
+
+# -- long lines -----------------------------------------------------------------------------------
+
+
+async def late(work):
+    """What *work* gives, and for how long the event loop was held at most meanwhile."""
+    worst, over = 0.0, asyncio.ensure_future(work)
+    while not over.done():
+        before = time.monotonic()
+        await asyncio.wait([over], timeout=0.001)
+        worst = max(worst, time.monotonic() - before)
+    return over.result(), worst
+
+
+@pytest.mark.spec("EXE-25", "EXE-26")
+@pytest.mark.parametrize(
+    "unit, kind",
+    [("[]", None), ('{"a": [{}]}', None), ("[" * 100 + "]" * 100, "bad_outcome"), ('"\\udc00"', "bad_outcome")],
+)
+def test_a_line_of_4_mebibytes_does_not_hold_the_event_loop(unit, kind):
+    size = MAX_LINE // 4
+
+    async def body(pool):
+        await pool.run("echo", [0], job_id="warm", timeout=5)
+        return await late(pool.run("fill", [unit, size], job_id="a", timeout=60))
+
+    # Without the collector of garbage, which holds everybody while it looks at a million lists: it is not the pool's.
+    gc.disable()
+    try:
+        got, worst = pooled(body)
+        # Beside what it takes to read the same line here and now, whatever else the machine does.
+        units = ",".join([unit] * (size // (len(unit) + 1)))
+        began = time.monotonic()
+        read_outcome(f'{{"job_id": "a", "status": "success", "result": [{units}]}}'.encode())
+        alone = time.monotonic() - began
+    finally:
+        gc.enable()
+    assert got.error_type == kind
+    assert kind is not None or len(got.result) == size // (len(unit) + 1)
+    assert worst < max(0.2, 0.5 * alone)
+
+
+@pytest.mark.spec("EXE-10")
+def test_lines_behind_a_long_one_wait_for_it():
+    async def body(pool):
+        jobs = [pool.run("fill", ["1", 2**20], job_id="long", timeout=20)]
+        jobs += [pool.run("echo", [n], job_id=str(n), timeout=20) for n in range(5)]
+        return [got.status for got in await asyncio.gather(*jobs)]
+
+    assert pooled(body, max_in_flight=6) == [Status.SUCCESS] * 6
+
+
+@pytest.mark.spec("EXE-10")
+def test_the_long_last_words_of_an_executor_are_heard():
+    async def body(pool):
+        got = await pool.run("last", ["1", 2**22], job_id="a", timeout=20)
+        return len(got.result), (await pool.run("echo", [1], job_id="b", timeout=5)).result
+
+    assert pooled(body) == (2**21, 1)
+
+
+@pytest.mark.spec("EXE-18")
+def test_a_job_that_times_out_while_its_line_is_read_is_killed(monkeypatch):
+    over, read = threading.Event(), process.read_outcome
+
+    def held(line, **options):
+        if len(line) > process.LONG:
+            over.wait(10)
+        return read(line, **options)
+
+    monkeypatch.setattr(process, "read_outcome", held)
+
+    async def body(pool):
+        await pool.run("echo", [0], job_id="warm", timeout=5)
+        job = asyncio.create_task(pool.run("fill", ["[[[]]]", MAX_LINE // 4], job_id="a", timeout=0.5))
+        await until(lambda: pool.counts["killed"])
+        # What is read stays read to its end; nobody takes it for an outcome any more.
+        over.set()
+        return (await job).status, (await pool.run("echo", [1], job_id="b", timeout=5)).result
+
+    assert pooled(body) == (Status.TIMEOUT, 1)
+
+
+def test_a_flood_of_lines_does_not_hold_the_event_loop():
+    async def body(pool):
+        await pool.run("echo", [0], job_id="warm", timeout=5)
+        return await late(pool.run("lines", [60_000], job_id="a", timeout=60))
+
+    got, worst = pooled(body)
+    assert got.status is Status.SUCCESS
+    assert worst < 0.3
+
+
+# -- timeouts -------------------------------------------------------------------------------------
+
+
+@pytest.mark.spec("EXE-18")
+@pytest.mark.parametrize("handler, args", [("spin", []), ("sleep", [300])])
+def test_a_job_that_takes_too_long_is_killed_in_time_and_disturbs_nobody(handler, args):
+    async def body(pool):
+        beside = asyncio.create_task(pool.run("sleep", [0.8], job_id="beside", timeout=10))
+        await asyncio.sleep(0)
+        began = time.monotonic()
+        got = await pool.run(handler, args, job_id="slow", timeout=0.3)
+        took = time.monotonic() - began
+        pids = set(pool.pids)
+        await until(lambda: len(pool.pids) == 2 and set(pool.pids) != pids)
+        return got, took, await beside, await pool.run("echo", [1], job_id="next", timeout=5)
+
+    got, took, beside, after = pooled(body, *STUBBORN, size=2)
+    assert (got.status, got.error_type) == (Status.TIMEOUT, "hard_timeout")
+    # It ignores SIGTERM, so the whole grace passes.
+    assert 0.3 + 0.2 <= took < 0.3 + 0.2 + 0.5
+    assert (beside.status, after.result) == (Status.SUCCESS, 1)
+
+
+@pytest.mark.spec("EXE-18")
+def test_the_whole_group_is_killed():
+    async def body(pool):
+        child = (await pool.run("child", job_id="a", timeout=5)).result
+        await pool.run("spin", job_id="b", timeout=0.1)
+        await until(lambda: gone(child))
+        return True
+
+    assert pooled(body)
+
+
+@pytest.mark.spec("EXE-18")
+def test_neighbours_of_a_killed_job_are_released_and_keep_their_attempt():
+    async def body(pool):
+        beside = asyncio.create_task(pool.run("sleep", [300], job_id="beside", timeout=60))
+        got = await pool.run("sleep", [300], job_id="slow", timeout=0.2)
+        with pytest.raises(ExecutorReleased) as released:
+            await beside
+        return got, released.value
+
+    got, released = pooled(body, max_in_flight=2)
+    assert got.error_type == "hard_timeout"
+    assert (released.later, released.retry_after) == (True, 0.0)
+
+
+@pytest.mark.spec("EXE-20")
+def test_the_clock_starts_when_the_request_is_sent():
+    async def body(pool):
+        first = asyncio.create_task(pool.run("sleep", [0.5], job_id="first", timeout=10))
+        await asyncio.sleep(0)
+        second = await pool.run("echo", ["ran"], job_id="second", timeout=0.3)
+        await first
+        return second.result
+
+    assert pooled(body) == "ran"
+
+
+@pytest.mark.spec("EXE-20")
+def test_the_start_of_an_executor_is_not_the_jobs_time():
+    async def body(pool):
+        return (await pool.run("echo", ["ran"], job_id="a", timeout=0.3)).result
+
+    assert pooled(body, "0.6") == "ran"
+
+
+def test_a_caller_who_leaves_ends_the_executor_and_not_the_pool():
+    async def body(pool):
+        pids = pool.pids
+        job = asyncio.create_task(pool.run("sleep", [300], job_id="a", timeout=60))
+        await until(lambda: pool._taken and sum(pool._taken.values()) == 1)
+        job.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await job
+        got = await pool.run("pid", job_id="b", timeout=5)
+        return got.result not in pids
+
+    assert pooled(body)
+
+
+def test_a_caller_who_leaves_while_he_waits_takes_no_place():
+    async def body(pool):
+        busy = asyncio.create_task(pool.run("sleep", [0.2], job_id="busy", timeout=5))
+        await asyncio.sleep(0)
+        waiting = asyncio.create_task(pool.run("echo", [1], job_id="waits", timeout=5))
+        await until(lambda: pool._figures().waiting == 1)
+        waiting.cancel()
+        await busy
+        return (await pool.run("echo", [2], job_id="next", timeout=5)).result, pool.counts["started"]
+
+    assert pooled(body) == (2, 1)
+
+
+@pytest.mark.spec("EXE-18")
+def test_each_job_has_a_deadline_of_its_own_whatever_the_order():
+    async def body(pool):
+        began = time.monotonic()
+
+        async def over(job_id, timeout):
+            got = await pool.run("sleep", [300], job_id=job_id, timeout=timeout)
+            return got.error_type, time.monotonic() - began
+
+        jobs = [over("long", 0.9), over("short", 0.2), over("middle", 0.5)]
+        return await asyncio.gather(*jobs), len(pool._deadlines._due)
+
+    ends, left = pooled(body, size=3)
+    assert [kind for kind, _ in ends] == ["hard_timeout"] * 3
+    assert all(due <= took < due + 0.5 for due, (_, took) in zip((0.9, 0.2, 0.5), ends, strict=True))
+    assert left == 0
+
+
+# -- deaths ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.spec("EXE-19")
+def test_a_job_that_kills_its_executor_has_an_outcome_and_another_executor_takes_over():
+    async def body(pool):
+        got = await pool.run("crash", job_id="a", timeout=5)
+        return got, await pool.run("echo", [1], job_id="b", timeout=5), pool.counts
+
+    got, after, counts = pooled(body)
+    assert (got.status, got.error_type) == (Status.ERROR, "executor_died")
+    assert "exit code 9" in got.error_message
+    assert (after.result, counts["died"], counts["started"]) == (1, 1, 2)
+
+
+def test_an_executor_that_dies_without_a_job_costs_none():
+    async def body(pool):
+        await pool.run("echo", [0], job_id="warm", timeout=5)
+        (idle,) = pool.pids
+        os.kill(idle, signal.SIGKILL)
+        await until(lambda: idle not in pool.pids)
+        return (await pool.run("echo", [1], job_id="a", timeout=5)).result, pool.counts["died"]
+
+    assert pooled(body) == (1, 1)
+
+
+@pytest.mark.spec("EXE-10")
+def test_strays_are_counted_and_never_taken_for_another_jobs_outcome():
+    async def body(pool):
+        beside = asyncio.create_task(pool.run("sleep", [0.3], job_id="beside", timeout=5))
+        await until(lambda: sum(pool._taken.values()) == 1)
+        got = await pool.run("forge", ["nobody"], job_id="a", timeout=5)
+        forged = await pool.run("forge", ["beside"], job_id="b", timeout=5)
+        # Whoever answered for a job that he did not have is replaced, before the same job may come to him.
+        await until(lambda: pool.counts["retired"] == 2)
+        return got.result, forged.result, (await beside).result, pool.counts
+
+    got, forged, beside, counts = pooled(body, size=2)
+    assert (got, forged, beside) == ("true", "true", None)
+    assert counts["stray_unknown"] == 2
+    assert counts["stray_malformed"] == 4
+
+
+@pytest.mark.spec("EXE-10")
+def test_an_answer_that_cannot_be_read_is_an_error_of_its_own_job():
+    async def body(pool):
+        return await pool.run("malformed", job_id="a", timeout=5)
+
+    got = pooled(body)
+    assert (got.status, got.error_type) == (Status.ERROR, "bad_outcome")
+
+
+def test_an_executor_that_cannot_start_is_tried_again_with_waits():
+    async def body(pool):
+        job = asyncio.create_task(pool.run("echo", [1], job_id="a", timeout=5))
+        await until(lambda: pool.counts["failed_starts"] >= 3)
+        await pool.close()
+        with pytest.raises(PoolClosed):
+            await job
+        return pool.counts["failed_starts"]
+
+    async def main():
+        wrong = Command(words=("./there-is-no-such-program",), environment={})
+        policy = PoolPolicy(size=1, restart=RetryPolicy(backoff=0.01, multiplier=2, cap=1))
+        async with ExecutorPool(wrong, policy=policy) as pool:
+            return await body(pool)
+
+    assert asyncio.run(main()) < 20
+
+
+@pytest.mark.parametrize("policy", [{"max_jobs": 2}, {"max_age": 0.001}, {"max_memory": 1}])
+def test_a_worn_executor_is_replaced_between_jobs(policy):
+    async def body(pool):
+        return [(await pool.run("pid", job_id=str(n), timeout=5)).result for n in range(4)]
+
+    pids = pooled(body, **policy)
+    assert len(set(pids)) == (2 if "max_jobs" in policy else 4)
+
+
+def test_the_system_limits_what_an_executor_may_use():
+    async def body(pool):
+        limits = (await pool.run("limits", job_id="a", timeout=5)).result
+        return limits, await pool.run("spin", job_id="b", timeout=20)
+
+    limits, spun = pooled(body, limits=Limits(cpu=1, open_files=64))
+    assert limits == [64, 1]
+    assert spun.error_type == "executor_died"
+    assert "SIGKILL" in spun.error_message or "SIGXCPU" in spun.error_message
+
+
+@pytest.mark.spec("EXE-26")
+def test_a_slow_kind_delays_no_other():
+    async def body(slow):
+        jobs = [asyncio.create_task(slow.run("sleep", [60], job_id=str(n), timeout=60)) for n in range(100)]
+        async with ExecutorPool(command(), policy=PoolPolicy(size=1)) as quick:
+            await quick.run("echo", [0], job_id="warm", timeout=5)
+            began = time.monotonic()
+            await quick.run("echo", [1], job_id="a", timeout=5)
+            took = time.monotonic() - began
+        for job in jobs:
+            job.cancel()
+        await asyncio.gather(*jobs, return_exceptions=True)
+        return took
+
+    assert pooled(body, grace=0.0) < 0.3
+
+
+# -- what is counted ------------------------------------------------------------------------------
+
+
+def figures(name):
+    """Every metric of the pool *name*, as somebody who collects sees it."""
+    registry, found = registry_of(), {}
+    for metric in (each for each in METRICS if Attribute.EXECUTOR in each.attributes):
+        for labels, value in registry.read(metric):
+            if labels.pop(Attribute.EXECUTOR) == name:
+                found[metric.name.removeprefix("ergon."), *labels.values()] = value
+    return found
+
+
+@pytest.mark.spec("EXE-10")
+def test_a_pool_tells_what_it_does_and_what_it_did():
+    async def main():
+        policy = PoolPolicy(size=1, grace=0.0)
+        async with ExecutorPool(command(), policy=policy, name="counted") as pool:
+            await pool.run("echo", [1], job_id="a", timeout=5)
+            busy = asyncio.create_task(pool.run("sleep", [0.3], job_id="b", timeout=5))
+            await until(lambda: sum(pool._taken.values()) == 1)
+            waits = asyncio.create_task(pool.run("malformed", job_id="c", timeout=5))
+            await until(lambda: len(pool._waiting) == 1)
+            meanwhile = figures("counted")
+            await asyncio.gather(busy, waits)
+            await pool.run("spin", job_id="d", timeout=0.05)
+            await pool.run("crash", job_id="e", timeout=5)
+            await pool.run("forge", ["nobody"], job_id="f", timeout=5)
+            live = figures("counted")
+        return meanwhile, live, figures("counted")
+
+    meanwhile, live, after = asyncio.run(main())
+    assert [meanwhile["executors",], meanwhile["executor.jobs",], meanwhile["executor.jobs.waiting",]] == [1, 1, 1]
+    # What one says that still runs is counted already.
+    assert (live["executor.strays", "unknown"], live["executor.strays", "malformed"]) == (1, 2)
+    told = {name[0]: value for name, value in after.items() if len(name) == 1}
+    waited = told.pop("executor.waits.duration")
+    assert 0.1 < waited < 15
+    assert told.pop("executors.started") >= 3
+    assert told == {"executor.waits": 6, "executors.killed": 1, "executors.died": 1, "executors.retired": 1}
+    assert after["executor.strays", "unknown"] == 1
+
+
+# -- nobody is left behind ------------------------------------------------------------------------
+
+
+def test_a_closed_pool_leaves_nobody_and_takes_nothing():
+    kept = []
+
+    async def body(pool):
+        await pool.run("child", job_id="a", timeout=5)
+        kept.append(pool)
+        return pool.pids
+
+    pids = pooled(body, *STUBBORN, size=2)
+    assert all(gone(pid) for pid in pids)
+    with pytest.raises(PoolClosed):
+        asyncio.run(kept[0].run("echo", [1], job_id="b", timeout=5))
+
+
+def test_pools_may_share_a_guard():
+    guard = Guard()
+
+    async def main():
+        first = ExecutorPool(command(), policy=PoolPolicy(size=1), guard=guard)
+        second = ExecutorPool(command(), policy=PoolPolicy(size=1), guard=guard)
+        async with first:
+            async with second:
+                await second.run("echo", [1], job_id="a", timeout=5)
+            return (await first.run("echo", [2], job_id="b", timeout=5)).result
+
+    assert asyncio.run(main()) == 2
+    assert not gone(guard.pid)
+    guard.close()
+    assert gone(guard.pid)
+
+
+def test_a_place_is_kept_for_whoever_reserved_it():
+    async def body(pool):
+        with await pool.reserve() as place:
+            assert pool.reserve_now() is None
+            waiting = asyncio.create_task(pool.run("echo", [2], job_id="b", timeout=5))
+            await asyncio.sleep(0)
+            first = await pool.run("echo", [1], job_id="a", timeout=5, place=place)
+            again = await pool.run("echo", [3], job_id="c", timeout=5, place=place)
+            assert not waiting.done()
+        return first.result, again.result, (await waiting).result
+
+    assert pooled(body) == (1, 3, 2)
+
+
+def test_a_place_that_nobody_waits_for_is_free_at_once():
+    async def body(pool):
+        (await pool.reserve()).__exit__()
+        with pool.reserve_now() as place:
+            return (await pool.run("echo", [1], job_id="a", timeout=5, place=place)).result
+
+    assert pooled(body) == 1
+
+
+def test_an_executor_that_dies_in_a_reserved_place_costs_the_job_nothing():
+    async def body(pool):
+        with await pool.reserve() as place:
+            os.kill(place.process.pid, signal.SIGKILL)
+            await asyncio.shield(place.process.gone)
+            with pytest.raises(ExecutorReleased) as released:
+                await pool.run("echo", [1], job_id="a", timeout=5, place=place)
+        assert released.value.later
+        return (await pool.run("echo", [2], job_id="b", timeout=5)).result
+
+    assert pooled(body) == 2
+
+
+@pytest.mark.spec("EXE-18")
+def test_a_job_is_killed_on_demand_and_no_other():
+    async def body(pool):
+        spinning = asyncio.create_task(pool.run("spin", job_id="a", timeout=None))
+        beside = asyncio.create_task(pool.run("sleep", [0.5], job_id="b", timeout=None))
+        await until(lambda: {"a", "b"} <= {job for process in pool._running for job in process._flights})
+        assert not pool.kill("nobody")
+        assert pool.kill("a")
+        return await spinning, await beside, pool.counts["killed"]
+
+    killed, beside, counted = pooled(body, size=2)
+    assert (killed.status, killed.error_type, beside.status, counted) == (Status.ERROR, "killed", Status.SUCCESS, 1)
+
+
+def test_the_pool_runs_on_uvloop_too():
+    async def main():
+        async with ExecutorPool(command(*STUBBORN), policy=PoolPolicy(size=1, grace=0.1)) as pool:
+            echoed = await pool.run("echo", ["x" * 2**20], job_id="a", timeout=10)
+            return len(echoed.result), (await pool.run("spin", job_id="b", timeout=0.2)).error_type
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        assert runner.run(main()) == (2**20, "hard_timeout")
+
+
+ORCHESTRATOR = """
+import asyncio, sys
+from ergon_framework.executor.pool import ExecutorPool, PoolPolicy
+from ergon_framework.executor.process import Command
+
+async def main():
+    command = Command(words=tuple(sys.argv[1:]), environment={"PATH": "/usr/bin:/bin"})
+    async with ExecutorPool(command, policy=PoolPolicy(size=2)) as pool:
+        child = (await pool.run("child", job_id="a", timeout=5)).result
+        spinning = asyncio.create_task(pool.run("spin", job_id="b", timeout=60))
+        while not pool._figures().in_flight:
+            await asyncio.sleep(0)
+        print(pool._guard.pid, child, *pool.pids, flush=True)
+        await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.spec("EXE-21")
+def test_executors_die_with_their_orchestrator_however_stubborn_they_are():
+    words = [sys.executable, "-c", ORCHESTRATOR, sys.executable, "-S", PROGRAM, *STUBBORN]
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as orchestrator:
+        pids = [int(word) for word in orchestrator.stdout.readline().split()]
+        assert len(pids) == 4
+        assert not any(gone(pid) for pid in pids)
+        orchestrator.send_signal(signal.SIGKILL)
+    end = time.monotonic() + 10
+    while not all(gone(pid) for pid in pids):
+        assert time.monotonic() < end, [pid for pid in pids if not gone(pid)]
+        time.sleep(0.01)
+
+
+@pytest.mark.spec("EXE-21")
+def test_a_guard_that_is_killed_is_replaced_and_knows_all_groups():
+    guard = Guard()
+    with subprocess.Popen(["sleep", "300"], start_new_session=True) as sleeper:
+        guard.add(sleeper.pid)
+        first = guard.pid
+        os.kill(first, signal.SIGKILL)
+        end = time.monotonic() + 10
+        while guard.pid == first or guard._lock.acquire(blocking=False) is False:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        guard._lock.release()
+        guard.close()
+        assert sleeper.wait(10) == -signal.SIGKILL
+
+
+@pytest.mark.spec("EXE-21")
+def test_a_guard_that_hangs_is_killed_and_replaced_and_knows_all_groups():
+    guard = Guard(patience=0.3)
+    with sleeping() as first, sleeping() as second:
+        guard.add(first.pid)
+        hanging = guard.pid
+        os.kill(hanging, signal.SIGSTOP)
+        within(10, lambda: guard.add(second.pid))
+        assert gone(hanging)
+        assert guard.pid != hanging
+        guard.close()
+        assert [sleeper.wait(10) for sleeper in (first, second)] == [-signal.SIGKILL] * 2
+
+
+@pytest.mark.spec("EXE-21")
+def test_a_guard_that_hangs_at_its_end_leaves_nobody_either():
+    guard = Guard(patience=0.3)
+    with sleeping() as sleeper:
+        guard.add(sleeper.pid)
+        os.kill(guard.pid, signal.SIGSTOP)
+        within(10, guard.close)
+        assert sleeper.wait(10) == -signal.SIGKILL
+
+
+def test_a_pool_whose_guard_cannot_be_reached_tries_again(caplog):
+    guard = Guard()
+    guard._closed = True  # so that nobody replaces it
+    os.kill(guard.pid, signal.SIGKILL)
+
+    async def main():
+        policy = PoolPolicy(size=1, restart=RetryPolicy(backoff=0.01))
+        async with ExecutorPool(command(), policy=policy, guard=guard) as pool:
+            await until(lambda: pool.counts["failed_starts"] >= 2 or pool._keepers[0].done())
+            return pool._keepers[0].done()
+
+    assert asyncio.run(main()) is False
+    assert "the guard of the executors cannot be reached" in caplog.records[0].error
+    guard.close()
+
+
+def test_a_guard_forgets_what_it_is_told_to_forget():
+    guard = Guard()
+    with subprocess.Popen(["sleep", "300"], start_new_session=True) as sleeper:
+        guard.add(sleeper.pid)
+        guard.remove(sleeper.pid)
+        guard.close()
+        assert sleeper.poll() is None
+        sleeper.kill()
+
+
+def test_nothing_is_started_for_an_orchestrator_that_dies_before_the_guard_knows(tmp_path):
+    # The gate: without its line the command is never executed.
+    with subprocess.Popen([*_GATE, "touch", tmp_path / "ran"], stdin=subprocess.PIPE) as gate:
+        gate.stdin.close()
+        assert gate.wait(10) != 0
+    assert not (tmp_path / "ran").exists()

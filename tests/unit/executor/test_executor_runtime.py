@@ -1,0 +1,662 @@
+"""The Python runtime, asked line by line: whatever a handler does, one outcome follows."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import datetime as dt
+import decimal
+import enum
+import functools
+import json
+import math
+import threading
+import uuid
+from typing import Annotated, Any, Literal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from opentelemetry import baggage, trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from pydantic import BaseModel, Field
+
+from ergon_framework import scope
+from ergon_framework.errors import Category, ConfigurationError, ErgonError
+from ergon_framework.executor import observe
+from ergon_framework.executor.job import current_job
+from ergon_framework.executor.lines import MAX_LINE, Overlong, Splitter
+from ergon_framework.executor.protocol import LONGEST_TRACEBACK, ExecutionOutcome, read_outcome
+from ergon_framework.executor.registry import Registry, Retry
+from ergon_framework.executor.runtime import Runtime
+from ergon_framework.telemetry.spans import Tracing
+from ergon_framework.transaction import Transaction
+from tests.unit.executor.messages import line, request
+
+
+def runtime_of(*functions, **named):
+    registry = Registry()
+    for function in functions:
+        registry.handler(function)
+    for name, function in named.items():
+        registry.handler(name)(function)
+    return Runtime(registry)
+
+
+def asked(function, *args, **more):
+    """What becomes of a request to *function*; it is named for what it does."""
+    runtime = runtime_of(handler=function)
+    try:
+        return read_outcome(runtime.reply(line("handler", *args, **more)))
+    finally:
+        runtime.close()
+
+
+def told(outcome):
+    return outcome.status.value, outcome.error_type
+
+
+# -- handlers -------------------------------------------------------------------------------------
+
+
+def add(a: int, b: int) -> int:
+    return a + b
+
+
+async def add_async(a: int, b: int) -> int:
+    await asyncio.sleep(0)
+    return a + b
+
+
+class Adder:
+    def __call__(self, a: int, b: int) -> int:
+        return a + b
+
+    def add(self, a: int, b: int) -> int:
+        return a + b
+
+
+@functools.wraps(add)
+def decorated(*args, **kwargs):
+    return add(*args, **kwargs)
+
+
+def returns_a_coroutine(a: int, b: int):
+    return add_async(a, b)
+
+
+@pytest.mark.spec("EXE-24")
+@pytest.mark.parametrize(
+    "function", [add, add_async, returns_a_coroutine, functools.partial(add), Adder(), Adder().add, decorated]
+)
+def test_sync_and_async_handlers_both_work(function):
+    assert asked(function, 1, 2).result == 3
+    assert asked(function, kwargs={"a": 1, "b": 2}).result == 3
+    assert asked(function, 1, "x").error_message.startswith("handler: b: Input should be a valid integer")
+
+
+@pytest.mark.spec("EXE-24")
+@pytest.mark.parametrize("flavour", ["sync", "async"])
+@pytest.mark.parametrize(
+    "error", [ValueError("no"), KeyError("k"), RecursionError("deep"), SystemExit(3), GeneratorExit()]
+)
+def test_whatever_a_handler_raises_is_its_outcome(flavour, error):
+    def fails():
+        raise error
+
+    async def fails_async():
+        raise error
+
+    got = asked(fails if flavour == "sync" else fails_async)
+    assert told(got) == ("error", type(error).__name__)
+    assert got.error_message == str(error)
+    assert "in fails" in got.error_traceback
+    assert "executor/runtime.py" not in got.error_traceback
+
+
+@pytest.mark.spec("EXE-24")
+def test_a_cancellation_of_the_handlers_own_is_an_error():
+    async def gives_up():
+        raise asyncio.CancelledError
+
+    assert told(asked(gives_up)) == ("error", "CancelledError")
+
+
+@pytest.mark.spec("EXE-25")
+def test_a_long_traceback_keeps_its_end():
+    def climbs(n: int):
+        if n:
+            climbs(n - 1)
+        raise ValueError("x" * 50_000 + "the end")
+
+    got = asked(climbs, 100)
+    assert len(got.error_traceback.encode()) <= LONGEST_TRACEBACK
+    assert got.error_traceback.endswith("the end\n")
+    assert len(got.error_message) == 4096
+
+
+def test_an_error_that_cannot_speak_is_told_all_the_same():
+    class Mute(Exception):
+        def __str__(self):
+            raise RuntimeError
+
+    def fails():
+        raise Mute
+
+    assert told(asked(fails))[1].endswith("Mute")
+
+
+@pytest.mark.spec("EXE-09")
+def test_a_class_of_a_handler_cannot_pass_for_a_word_of_the_protocol():
+    impostor = type("handler_not_found", (Exception,), {})
+
+    def fails():
+        raise impostor
+
+    assert asked(fails).error_type.endswith(".handler_not_found")
+    assert asked(fails).error_type != "handler_not_found"
+
+
+@pytest.mark.spec("EXE-06")
+@pytest.mark.parametrize("after", [None, 0, 7.5])
+def test_a_retry_may_be_raised_or_returned(after):
+    def raises():
+        raise Retry("busy", after=after)
+
+    async def returns():
+        return Retry("busy", after=after)
+
+    for function in (raises, returns):
+        got = asked(function)
+        assert (got.status.value, got.error_message, got.retry_after_seconds) == ("retry", "busy", after)
+
+
+@pytest.mark.parametrize("after", [-1, math.nan, math.inf])
+def test_a_retry_without_bound_cannot_be_made(after):
+    with pytest.raises(ValueError, match="retry_after"):
+        Retry(after=after)
+
+
+@pytest.mark.spec("EXE-06")
+def test_an_error_of_ours_that_says_when_is_a_retry_and_one_that_is_final_is_not():
+    def fails(final: bool):
+        raise ErgonError("later", retry_after=9, final=final)
+
+    def declines():
+        raise ErgonError("declined", retry_after=9, category=Category.BUSINESS)
+
+    assert asked(fails, False).retry_after_seconds == 9
+    assert told(asked(fails, True)) == ("error", "ErgonError")
+    assert told(asked(declines)) == ("error", "ErgonError")
+
+
+# -- names and versions ---------------------------------------------------------------------------
+
+
+@pytest.mark.spec("EXE-09")
+def test_an_unknown_handler_is_named_with_the_nearest_one():
+    got = read_outcome(runtime_of(add).reply(line("ad", 1, 2)))
+    assert told(got) == ("error", "handler_not_found")
+    assert "did you mean 'add'?" in got.error_message
+
+
+@pytest.mark.spec("EXE-02")
+@pytest.mark.parametrize(
+    "sent, kind",
+    [
+        (line("add", 1, 2, protocol_version="2"), "unsupported_version"),
+        (line("add", 1, 2, args="none"), "bad_request"),
+        (b'{"job_id": "job-1"}', "bad_request"),
+        (line("add").replace(b"[]", b"[NaN]"), "bad_request"),
+        (line("add").replace(b"[]", b"[" * 70 + b"]" * 70), "bad_request"),
+    ],
+)
+def test_what_names_its_job_is_answered(sent, kind):
+    got = read_outcome(runtime_of(add).reply(sent))
+    assert (got.job_id, *told(got)) == ("job-1", "error", kind)
+
+
+@pytest.mark.spec("EXE-02")
+@pytest.mark.parametrize("sent", [b"", b"hello\n", b'{"job_id": 7}', b'{"job_id": "a', Overlong(MAX_LINE + 1)])
+def test_what_names_no_job_is_logged_and_not_answered(sent, caplog):
+    assert runtime_of(add).reply(sent) is None
+    (record,) = caplog.records
+    assert record.getMessage() == "executor line refused"
+    assert record.bytes == (sent.size if isinstance(sent, Overlong) else len(sent))
+
+
+# -- typed parameters -----------------------------------------------------------------------------
+
+
+class Order(BaseModel):
+    id: str
+    total: Annotated[int, Field(gt=0)]
+
+
+def charge(order: Order, at: dt.datetime, *, currency: Literal["EUR", "USD"] = "EUR") -> str:
+    return f"{order.id} {order.total} {currency} {at:%Y}"
+
+
+SECRET = "hunter2"
+
+
+def test_arguments_become_what_the_annotations_say():
+    assert asked(charge, {"id": "o", "total": 5}, "2026-01-01T00:00:00Z").result == "o 5 EUR 2026"
+
+
+@pytest.mark.parametrize(
+    "args, kwargs, parameter",
+    [
+        ([{"id": SECRET, "total": -1}, "2026-01-01T00:00:00Z"], {}, "order.total"),
+        ([{"id": "o", "total": SECRET}, "2026-01-01T00:00:00Z"], {}, "order.total"),
+        ([{"id": "o", "total": 1}, SECRET], {}, "at"),
+        ([{"id": "o", "total": 1}], {}, "at"),
+        ([{"id": "o", "total": 1}], {"at": SECRET}, "at"),
+        ([{"id": "o", "total": 1}, "2026-01-01T00:00:00Z"], {"currency": SECRET}, "currency"),
+        ([{"id": "o", "total": 1}, "2026-01-01T00:00:00Z"], {"colour": SECRET}, "colour"),
+    ],
+)
+def test_an_argument_that_does_not_fit_names_its_parameter_and_no_value(args, kwargs, parameter, caplog):
+    got = asked(charge, *args, kwargs=kwargs)
+    assert told(got) == ("error", "invalid_argument")
+    assert f"handler: {parameter}: " in got.error_message
+    assert SECRET not in got.error_message
+    assert got.error_traceback is None
+    assert caplog.records == []
+
+
+def test_a_validation_inside_of_a_handler_is_no_bad_argument():
+    def validates():
+        Order.model_validate({})
+
+    assert told(asked(validates)) == ("error", "ValidationError")
+
+
+def test_annotations_may_name_what_is_defined_below():
+    assert asked(uses_what_comes_later, {"x": 1}).result == 1
+
+
+def uses_what_comes_later(later: Later) -> int:
+    return later.x
+
+
+class Later(BaseModel):
+    x: int
+
+
+def test_annotations_that_cannot_be_used_are_told_at_the_start():
+    def broken(x: Missing):  # noqa: F821 - the point
+        ...
+
+    with pytest.raises(ConfigurationError, match=r"'handler' cannot be used.*Missing"):
+        asked(broken)
+
+
+@pytest.mark.parametrize(
+    "wrong, told",
+    [
+        (lambda registry: registry.handler(lambda: 1), "no name of its own"),
+        (lambda registry: registry.handler("")(add), "1 to 1024"),
+        (lambda registry: registry.handler("x")(7), "no function"),
+        (lambda registry: [registry.handler(add), registry.handler(add)], "already a handler 'add'"),
+    ],
+)
+def test_a_handler_needs_a_name_of_its_own(wrong, told):
+    with pytest.raises(ConfigurationError, match=told):
+        wrong(Registry())
+
+
+# -- results --------------------------------------------------------------------------------------
+
+
+class Colour(enum.Enum):
+    RED = "red"
+
+
+@dataclasses.dataclass
+class Point:
+    x: int
+    at: dt.date
+
+
+@pytest.mark.parametrize(
+    "value, sent",
+    [
+        (Order(id="o", total=1), {"id": "o", "total": 1}),
+        (Point(1, dt.date(2026, 1, 2)), {"x": 1, "at": "2026-01-02"}),
+        ([dt.datetime(2026, 1, 2, tzinfo=dt.UTC)], ["2026-01-02T00:00:00Z"]),
+        ({"id": uuid.UUID(int=1)}, {"id": "00000000-0000-0000-0000-000000000001"}),
+        ((decimal.Decimal("1.10"), Colour.RED, {1}), ["1.10", "red", [1]]),
+        ({1: "a"}, {"1": "a"}),
+        (None, None),
+    ],
+)
+def test_everyday_values_are_results(value, sent):
+    got = asked(lambda: value)
+    assert (got.status.value, got.result) == ("success", sent)
+
+
+def circle():
+    value = []
+    value.append(value)
+    return value
+
+
+def nested(depth):
+    value = []
+    for _ in range(depth - 1):
+        value = [value]
+    return value
+
+
+class Explodes(dict):
+    def items(self):
+        raise SystemExit
+
+    def __len__(self):
+        return 1
+
+
+@pytest.mark.spec("EXE-17")
+@pytest.mark.parametrize(
+    "value",
+    [
+        object(),
+        math.nan,
+        {"deep": [math.inf]},
+        "\ud800",
+        b"bytes",
+        threading.Lock(),
+        nested(64),
+        nested(50_000),
+        circle(),
+        "x" * MAX_LINE,
+        10**5000,
+        {(1, 2): 3},
+        (n for n in range(3)),
+        Explodes(x=1),
+        Order,
+        Order.model_construct(id=object()),
+        Point(math.nan, object()),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_result_that_cannot_be_sent_is_an_error_outcome(value):
+    got = asked(lambda: value)
+    assert told(got) == ("error", "invalid_result")
+    assert len(got.error_message) < 500
+
+
+class Table(BaseModel):
+    rows: dict[Any, Any]
+
+
+@dataclasses.dataclass
+class Rows:
+    rows: dict[Any, Any]
+
+
+class Named(enum.Enum):
+    ROWS = Rows({7: "a", "7": "b"})
+
+
+@pytest.mark.spec("EXE-17", "EXE-25")
+@pytest.mark.parametrize(
+    "value, key",
+    [
+        ({1: "a", "1": "b"}, "1"),
+        ({"rows": [0, ({"x": {None: "a", "null": "b"}},)]}, "null"),
+        ({True: "a", "true": "b"}, "true"),
+        ({1.5: "a", "1.5": "b"}, "1.5"),
+        (Table(rows={1: "a", "1": "b"}), "1"),
+        (Rows({1: "a", "1": "b"}), "1"),
+        ([Named.ROWS], "7"),
+    ],
+)
+def test_a_result_with_two_keys_that_are_written_alike_says_which(value, key):
+    got = asked(lambda: value)
+    assert told(got) == ("error", "invalid_result")
+    assert got.error_message == f"the result cannot be sent: two keys of one object are both written as {key!r}"
+
+
+@pytest.mark.spec("EXE-17")
+def test_an_async_generator_is_no_result():
+    async def many():
+        yield 1
+
+    assert told(asked(many)) == ("error", "invalid_result")
+
+
+@pytest.mark.spec("EXE-17", "EXE-25")
+def test_the_deepest_and_longest_results_that_fit_are_sent():
+    assert asked(lambda: nested(63)).result == nested(63)
+    assert len(asked(lambda: "x" * (MAX_LINE - 500)).result) == MAX_LINE - 500
+
+
+odd = st.one_of(
+    st.none(), st.floats(), st.binary(max_size=3), st.complex_numbers(), st.text(), st.just(object()), st.integers()
+)
+anything = st.recursive(
+    odd,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text() | st.integers(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@pytest.mark.spec("EXE-17")
+@settings(max_examples=40, deadline=None)
+@given(anything)
+def test_any_return_value_gives_exactly_one_line(value):
+    replied = runtime_of(handler=lambda: value).reply(line("handler"))
+    assert replied.count(b"\n") == 1
+    assert replied.endswith(b"\n")
+    # Keys that are text already and keys that become the same text are the only doubt that a reader may have.
+    got = read_outcome(replied)
+    assert isinstance(got, ExecutionOutcome) or got.reason.value == "repeated_key"
+    assert got.job_id == "job-1"
+
+
+# -- scope, deadline, trace -----------------------------------------------------------------------
+
+
+def seen():
+    here = scope.current()
+    return [here.transaction_id, here.attempt, here.step, here.transaction.source, here.derive("charge")]
+
+
+@pytest.mark.parametrize("flavour", ["sync", "async"])
+def test_a_handler_has_the_scope_of_its_job(flavour):
+    async def seen_async():
+        return seen()
+
+    context = {"attempt": 3, "queue_name": "orders"}
+    got = asked(seen if flavour == "sync" else seen_async, context=context)
+    assert got.result == ["job-1", 2, "process", "orders", Transaction("job-1", source="orders").derive("charge")]
+    assert scope.current() is None
+
+
+@pytest.mark.spec("EXE-03")
+def test_a_handler_may_ask_for_the_context_of_its_job():
+    context = {"attempt": 3, "worker_id": "w-1", "queue_name": "orders"}
+    got = asked(lambda: current_job().model_dump(include=set(context)), context=context)
+    assert got.result == context
+    assert current_job() is None
+
+
+def moment(seconds):
+    return (dt.datetime.now(dt.UTC) + dt.timedelta(seconds=seconds)).isoformat().replace("+00:00", "Z")
+
+
+@pytest.mark.spec("EXE-03")
+def test_the_deadline_is_in_the_scope():
+    def remaining():
+        return scope.current().remaining()
+
+    assert 50 < asked(remaining, context={"deadline": moment(60)}).result <= 60
+    assert asked(remaining).result is None
+
+
+@pytest.mark.spec("EXE-07")
+def test_an_async_handler_is_cancelled_at_its_deadline():
+    ended = []
+
+    async def hangs():
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("cancelled")
+
+    assert asked(hangs, context={"deadline": moment(0.05)}).status.value == "timeout"
+    assert ended == ["cancelled"]
+
+
+@pytest.mark.spec("EXE-07")
+def test_a_job_that_comes_too_late_does_not_run():
+    ran = []
+    got = asked(lambda: ran.append(1), context={"deadline": moment(-1)})
+    assert (got.status.value, ran) == ("timeout", [])
+
+
+def test_a_timeout_error_of_the_handlers_own_is_an_error():
+    async def raises():
+        raise TimeoutError
+
+    assert told(asked(raises, context={"deadline": moment(60)})) == ("error", "TimeoutError")
+
+
+def test_nothing_is_left_behind_for_the_next_job():
+    runtime = runtime_of(seen=lambda: scope.current().transaction_id, fails=lambda: 1 / 0)
+    for job in ("a", "b"):
+        runtime.reply(line("fails", job_id=job))
+        assert read_outcome(runtime.reply(line("seen", job_id=job))).result == job
+    assert scope.current() is None
+
+
+def test_async_handlers_share_one_event_loop():
+    loops = []
+
+    async def remembers():
+        loops.append(asyncio.get_running_loop())
+
+    runtime = runtime_of(remembers)
+    runtime.reply(line("remembers"))
+    runtime.reply(line("remembers"))
+    runtime.close()
+    assert loops[0] is loops[1]
+    assert loops[0].is_closed()
+
+
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+@pytest.fixture
+def spans(monkeypatch):
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(observe, "tracing", lambda _: Tracing(provider.get_tracer("test")))
+    return exporter
+
+
+@pytest.mark.spec("EXE-14")
+@pytest.mark.parametrize("flavour", ["sync", "async"])
+def test_the_trace_of_the_request_is_continued(flavour, spans):
+    def current():
+        found = trace.get_current_span().get_span_context()
+        return [f"{found.trace_id:032x}", f"{found.span_id:016x}", baggage.get_baggage("tenant")]
+
+    async def current_async():
+        return current()
+
+    carrier = {"traceparent": PARENT, "baggage": "tenant=acme"}
+    got = asked(current if flavour == "sync" else current_async, context={"trace_context": carrier, "attempt": 2})
+    (span,) = spans.get_finished_spans()
+    assert span.name == "rrq.executor"
+    assert (span.context.trace_id, span.parent.span_id) == (0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331)
+    assert got.result == [f"{span.context.trace_id:032x}", f"{span.context.span_id:016x}", "acme"]
+    assert dict(span.attributes) == {
+        "ergon.transaction.id": "job-1",
+        "ergon.executor.handler": "handler",
+        "ergon.executor.queue": "default",
+        "ergon.attempt": 1,
+        "ergon.outcome": "success",
+    }
+
+
+@pytest.mark.spec("EXE-14")
+def test_a_failure_is_seen_in_its_span_without_its_words(spans):
+    def fails():
+        raise ValueError(SECRET)
+
+    asked(fails)
+    asked(object)
+    first, second = spans.get_finished_spans()
+    assert (first.status.is_ok, first.attributes["ergon.code"]) == (False, "ValueError")
+    assert first.parent is None
+    assert SECRET not in first.to_json()
+    assert second.attributes["ergon.code"] == "invalid_result"
+
+
+def test_telemetry_that_breaks_costs_no_job(monkeypatch):
+    class Broken:
+        def transaction(self, *_):
+            raise RuntimeError
+
+    monkeypatch.setattr(observe, "tracing", lambda _: Broken())
+    assert asked(add, 1, 2).result == 3
+
+
+# -- the stream -----------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.binary(max_size=12).filter(lambda data: b"\n" not in data), max_size=8), st.data())
+def test_lines_come_out_whole_however_they_come_in(lines, data):
+    stream = b"".join(line + b"\n" for line in lines) + b"partial"
+    splitter, found = Splitter(longest=10), []
+    while stream:
+        size = data.draw(st.integers(1, len(stream)))
+        found += splitter.feed(stream[:size])
+        stream = stream[size:]
+    assert found == [line if len(line) <= 10 else Overlong(len(line)) for line in lines]
+
+
+@pytest.mark.spec("EXE-25")
+def test_no_more_than_one_line_is_ever_held():
+    splitter = Splitter(longest=100)
+    for _ in range(1000):
+        assert list(splitter.feed(b"x" * 50)) == []
+        assert len(splitter._held) <= 100
+    assert list(splitter.feed(b"\nshort\n")) == [Overlong(50_000), b"short"]
+
+
+def test_a_stop_cancels_what_runs_and_lets_it_answer():
+    started, stopped = threading.Event(), []
+
+    async def hangs():
+        started.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            stopped.append(scope.current().cancelled)
+
+    runtime = runtime_of(hangs)
+    threading.Thread(target=lambda: started.wait(10) and runtime.stop("SIGTERM"), daemon=True).start()
+    got = read_outcome(runtime.reply(line("hangs")))
+    runtime.close()
+    assert told(got) == ("error", "terminated")
+    assert stopped == [True]
+
+
+def test_a_sync_handler_is_told_and_its_answer_counts():
+    def looks():
+        runtime.stop("SIGTERM")
+        return scope.current().cancelled
+
+    runtime = runtime_of(looks)
+    assert read_outcome(runtime.reply(line("looks"))).result is True
+
+
+def test_requests_of_the_tests_are_those_of_the_document():
+    assert json.loads(line("f", 1)) == request("f", 1)

@@ -1,0 +1,191 @@
+"""Timetables: the times of an expression in a zone, forwards, and of a past of any length."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ergon_framework.errors import ConfigurationError
+from ergon_framework.executor.jobs import crontab
+from ergon_framework.executor.jobs.cron import Cron
+from ergon_framework.executor.jobs.crontab import GROUP, MOST, planned
+from ergon_framework.executor.jobs.timetable import Timetable
+
+BERLIN = "Europe/Berlin"
+
+
+def at(text):
+    return datetime.fromisoformat(text).replace(tzinfo=UTC)
+
+
+def ticks(expression, zone, since, until):
+    timetable, found, moment = Timetable(expression, zone), [], at(since)
+    while (moment := timetable.after(moment)) <= at(until):
+        found.append(f"{moment:%d %H:%M}")
+    return found
+
+
+@pytest.mark.spec("EXE-27")
+@pytest.mark.parametrize(
+    "expression, zone, since, until, expected",
+    [
+        # The clocks go forward on the 29th: 02:30 does not exist, and the first minute that does is 01:00 UTC.
+        ("30 2 * * *", BERLIN, "2026-03-28T00:00", "2026-03-31T00:00", ["28 01:30", "29 01:00", "30 00:30"]),
+        # They go back on the 25th: 02:30 comes twice, and counts once.
+        ("30 2 * * *", BERLIN, "2026-10-24T00:00", "2026-10-27T00:00", ["24 00:30", "25 00:30", "26 01:30"]),
+        ("0 9 * * *", BERLIN, "2026-03-28T00:00", "2026-03-30T00:00", ["28 08:00", "29 07:00"]),
+        # What is meant all the time is not moved by clocks.
+        ("*/30 * * * *", BERLIN, "2026-10-25T00:15", "2026-10-25T01:45", ["25 00:30", "25 01:00", "25 01:30"]),
+        ("0 0 29 2 *", "UTC", "2026-01-01T00:00", "2028-12-01T00:00", ["29 00:00"]),
+        ("0 8 * * MON-FRI", "America/New_York", "2026-11-13T00:00", "2026-11-17T00:00", ["13 13:00", "16 13:00"]),
+    ],
+)
+def test_times_are_those_of_the_zone_once_each(expression, zone, since, until, expected):
+    assert ticks(expression, zone, since, until) == expected
+
+
+@pytest.mark.spec("EXE-27")
+def test_an_hour_that_comes_twice_fires_once_even_for_one_who_asks_in_its_second_half():
+    # 02:10 for the second time: 02:30 was an hour before.
+    assert Timetable("30 2 * * *", BERLIN).after(at("2026-10-25T01:10")) == at("2026-10-26T01:30")
+
+
+def test_six_fields_begin_with_seconds():
+    assert Timetable("*/20 * * * * *").after(at("2026-01-01T00:00:05")) == at("2026-01-01T00:00:20")
+    assert Timetable("* * * * * *").after(at("2026-01-01T00:00:05.25")) == at("2026-01-01T00:00:06")
+
+
+@pytest.mark.spec("EXE-27")
+@pytest.mark.parametrize(
+    "expression, zone, words",
+    [
+        ("every day", "UTC", "'every day' is no cron expression: Wrong number of fields"),
+        ("", "UTC", "Wrong number of fields"),
+        ("@daily", "UTC", "Wrong number of fields"),
+        ("61 * * * *", "UTC", "Bad minute"),
+        ("* * * * 5L/2", "UTC", "Bad day-of-week"),
+        ("0 0 30 2 *", "UTC", "Bad day-of-month"),
+        ("0 0 */31 2 MON#5", "UTC", "means no time at all"),
+        ("0 0 * 2 MON#6", "UTC", "Bad day-of-week"),
+        ("*" * 201, "UTC", "at most 200 characters"),
+        ("* * * * *", "Europe/Berlni", "no time zone 'Europe/Berlni'"),
+        ("* * * * *", "../etc/passwd", "no time zone"),
+        ("* * * * *", "", "no time zone"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_with_the_reason(expression, zone, words):
+    with pytest.raises(ConfigurationError, match=words):
+        Cron("wrong", expression, "echo", zone=zone)
+
+
+@pytest.mark.parametrize(
+    "told, words",
+    [
+        ({"name": ""}, "1 to 200 printable characters"),
+        ({"name": "a\0b"}, "1 to 200 printable characters"),
+        ({"misfire": "never"}, "skip, once, all, not 'never'"),
+        ({"grace": -1}, "a grace is 0 to"),
+        ({"grace": float("nan")}, "a grace is 0 to"),
+        ({"timeout": 0}, "a timeout is"),
+        ({"priority": 1000}, "a priority is"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_with_the_value(told, words):
+    with pytest.raises(ConfigurationError, match=words):
+        Cron(**{"name": "wrong", "expression": "* * * * *", "function": "echo", **told})
+
+
+EXPRESSIONS = ["* * * * * *", "*/7 * * * *", "*/20 */3 * * * *", "30 2 * * *", "0,30 1-3 * * *", "15 * * * SUN"]
+
+
+@pytest.mark.spec("EXE-27")
+@settings(deadline=None, max_examples=150)
+@given(
+    st.sampled_from(EXPRESSIONS),
+    st.sampled_from(["UTC", BERLIN, "America/Sao_Paulo", "Asia/Beirut", "Australia/Lord_Howe"]),
+    st.sampled_from(["2026-03-28", "2026-10-24", "2026-04-04", "2018-11-03", "2026-06-01"]),
+    st.integers(0, 2 * 86_400),
+    st.tuples(st.integers(0, 3000), st.integers(1, 40)),
+)
+def test_the_last_of_a_past_are_those_that_were_to_come(expression, zone, day, begin, sizes):
+    length, most = sizes
+    timetable = Timetable(expression, zone)
+    since = timetable.after(at(day) + timedelta(seconds=begin))
+    until = since + timedelta(seconds=length, milliseconds=length % 1000)
+    if expression[-1] != "*" or expression[0] != "*":
+        until += timedelta(days=length % 3)
+    wanted, moment = [since], since
+    while (moment := timetable.after(moment)) <= until:
+        wanted.append(moment)
+    assert timetable.passed(since, until, most=most) == wanted[-most:]
+
+
+def test_a_past_of_ten_years_is_not_walked_through(monkeypatch):
+    timetable, steps = Timetable("* * * * * *"), []
+    own = Timetable._ticks
+    monkeypatch.setattr(Timetable, "_ticks", lambda *a, **k: (steps.append(tick) or tick for tick in own(*a, **k)))
+    found = timetable.passed(at("2016-01-01T00:00"), at("2026-01-01T00:00"), most=1000)
+    assert (found[0], found[-1], len(found)) == (at("2025-12-31T23:43:21"), at("2026-01-01T00:00"), 1000)
+    assert len(steps) < 2100
+
+
+# -- what is due, by policy ---------------------------------------------------------------------------
+
+NEXT = at("2026-01-01T12:00")
+
+
+def plan(late, *, expression="* * * * *", **told):
+    cron = Cron("report", expression, "echo", **told)
+    return planned(cron, next_at=NEXT, now=NEXT + timedelta(seconds=late))
+
+
+@pytest.mark.spec("EXE-27")
+@pytest.mark.parametrize("misfire", ["skip", "once", "all"])
+def test_within_the_grace_each_time_that_has_passed_is_fired(misfire):
+    found = plan(45.5, expression="*/10 * * * * *", misfire=misfire)
+    assert [tick.second for tick in found.ticks] == [0, 10, 20, 30, 40]
+    assert (found.next_at.second, found.missed) == (50, False)
+
+
+@pytest.mark.spec("EXE-27")
+def test_at_the_grace_it_is_in_time_and_after_it_missed():
+    assert not plan(60.0).missed
+    assert plan(60.001).missed
+    assert not plan(3600, grace=3600.0).missed
+    assert plan(0.5, grace=0.0).missed
+
+
+@pytest.mark.spec("EXE-27")
+def test_skip_goes_on_with_the_next_time_to_come():
+    found = plan(330, misfire="skip")
+    assert (found.ticks, found.next_at) == ([], NEXT + timedelta(minutes=6))
+
+
+@pytest.mark.spec("EXE-27")
+def test_once_is_the_last_time_however_many_were_missed():
+    found = plan(330, misfire="once")
+    assert (found.ticks, found.next_at) == ([NEXT + timedelta(minutes=5)], NEXT + timedelta(minutes=6))
+    # The one that was missed is the last one.
+    found = plan(330, expression="0 * * * *", misfire="once")
+    assert (found.ticks, found.next_at) == ([NEXT], NEXT + timedelta(hours=1))
+
+
+@pytest.mark.spec("EXE-27")
+def test_all_is_every_time_in_groups_and_of_very_many_the_last_thousand():
+    found = plan(330, misfire="all")
+    assert [tick.minute for tick in found.ticks] == [0, 1, 2, 3, 4, 5]
+    now, next_at, got = NEXT + timedelta(days=30), NEXT, []
+    cron = Cron("report", "* * * * *", "echo", misfire="all")
+    while next_at <= now:
+        found = planned(cron, next_at=next_at, now=now)
+        assert len(found.ticks) <= GROUP
+        got += found.ticks
+        next_at = found.next_at
+    assert got == [now - timedelta(minutes=n) for n in range(MOST)][::-1]
+
+
+def test_the_module_of_operations_has_no_clock():
+    assert not {"time", "asyncio"} & set(vars(crontab))

@@ -1,0 +1,313 @@
+"""CeleryProviderTask without a worker: what is refused when it is set up, how it is sent, and what a body sees."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+import psycopg
+import pytest
+from celery import Celery
+from celery.exceptions import Ignore
+
+from ergon_framework import scope
+from ergon_framework.errors import ConfigurationError
+from ergon_framework.providers.base import AsyncProviderBase, ProviderBase
+from ergon_framework.providers.celery_feed import DeadLetterFeeder, feed_dead_letters
+from ergon_framework.providers.celery_task import CeleryProviderTask, provider_task
+from ergon_framework.providers.errors import ProviderBadRequestError, ProviderError, ProviderInternalError
+from ergon_framework.providers.memory import MemoryBooks
+from ergon_framework.providers.policy import ProviderPolicy
+from ergon_framework.providers.retry import RetryPolicy
+from ergon_framework.providers.sql.ledger import Ledger
+from ergon_framework.schema.migrate import upgrade
+from ergon_framework.scope import Scope
+from ergon_framework.transaction import Transaction
+
+SECRET = "hunter2"
+
+
+class Rank(ProviderBase):
+    provider_name = "rank"
+    capability = "rank_snapshot"
+    policy = ProviderPolicy(retry=RetryPolicy(max_attempts=2, base_delay_seconds=0.0))
+
+    def __init__(self):
+        super().__init__(books=MemoryBooks())
+        self.seen = []
+
+    def _execute_impl(self, *, tenant_id, campaign_id, operation, payload, context):
+        self.seen.append((tenant_id, campaign_id, operation, context.idempotency_key, context.correlation_id))
+        if payload.get("fail"):
+            raise ConnectionResetError(SECRET)
+        return {"got": operation}
+
+
+@pytest.fixture(scope="module")
+def ledger(postgres):
+    dsn = postgres.create_database("eager")
+    upgrade(dsn)
+    made = Ledger(dsn)
+    made.dsn = dsn
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def app():
+    made = Celery("tests", broker="memory://", backend="cache+memory://", set_as_current=False)
+    made.conf.task_always_eager = True
+    yield made
+    made.close()
+
+
+def letters(ledger, task_id):
+    with psycopg.connect(ledger.dsn) as line:
+        return line.execute(
+            "select reason_code, error_message, tenant_id, attempts "
+            "from ergon.provider_dead_letters where task_id = %s",
+            (task_id,),
+        ).fetchall()
+
+
+# -- set up -----------------------------------------------------------------------------------------
+
+
+def nothing():
+    """A body."""
+
+
+@pytest.mark.spec("PRV-30", "PRV-21")
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"provider": None}, "needs a provider"),
+        ({"provider": AsyncProviderBase}, "needs a provider"),
+        ({"serializer": "pickle"}, "speaks JSON only, and serializer is 'pickle'; leave serializer= out"),
+        ({"serializer": "yaml"}, "speaks JSON only"),
+        ({"acks_late": False}, "acks_late=True: a message that is acked early"),
+        ({"reject_on_worker_lost": False}, "reject_on_worker_lost=True"),
+        ({"retry_on_worker_lost": True}, "retry_on_worker_lost=False"),
+        ({"acks_on_timeout": False}, "acks_on_timeout=True"),
+        ({"autoretry_for": (OSError,)}, "must not have autoretry_for"),
+        ({"max_deliveries": 0}, "at least 1"),
+        ({"timeout_budget_seconds": 0}, "above 0"),
+        ({"timeout_budget_seconds": float("nan")}, "above 0"),
+        ({"timeout_budget_seconds": 9, "soft_time_limit": 9}, "must rise in this order"),
+        ({"timeout_budget_seconds": 9, "time_limit": 10}, "must rise in this order"),
+    ],
+)
+def test_what_would_take_a_promise_away_is_refused_with_what_to_do(app, options, words):
+    app.task(nothing, **{"base": CeleryProviderTask, "provider": Rank(), "name": "odd", "shared": False, **options})
+    with pytest.raises(ConfigurationError) as caught:
+        app.finalize()
+    assert words in str(caught.value)
+
+
+@pytest.mark.spec("PRV-30")
+def test_an_app_whose_results_are_pickled_is_refused(app):
+    app.conf.result_serializer = "pickle"
+    with pytest.raises(ConfigurationError, match="result_serializer to 'json'"):
+        provider_task(app, Rank(), "snapshot").bind(app)
+
+
+@pytest.mark.spec("PRV-12")
+def test_the_limits_follow_from_the_budget(app):
+    task = provider_task(app, Rank(), "snapshot", timeout_budget_seconds=7)
+    assert (task.soft_time_limit, task.time_limit) == (12, 22)
+    assert (task.acks_late, task.reject_on_worker_lost, task.max_retries) == (True, True, 0)
+
+
+@pytest.mark.spec("PRV-21")
+def test_celery_never_retries(app, ledger):
+    task = provider_task(app, Rank(), "snapshot", ledger=ledger)
+    with pytest.raises(ConfigurationError, match="what it gave up on is final"):
+        task.retry()
+
+
+# -- sent -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.spec("PRV-30")
+def test_another_serializer_is_refused_when_it_is_sent(app):
+    with pytest.raises(ConfigurationError, match="sent as JSON only"):
+        provider_task(app, Rank(), "snapshot").apply_async(({},), serializer="pickle")
+
+
+@pytest.mark.spec("PRV-12")
+def test_a_key_that_no_header_can_carry_is_refused_when_it_is_sent(app):
+    with pytest.raises(ValueError, match="idempotency_key"):
+        provider_task(app, Rank(), "snapshot").apply_async(({},), idempotency_key="a b")
+
+
+def test_tenant_and_correlation_are_inherited_below_a_handler(app, ledger):
+    rank = Rank()
+    task = provider_task(app, rank, "snapshot", ledger=ledger)
+    scope.enter(Scope(Transaction("order-7", tenant="acme", correlation="cor"), "process", 0))
+    try:
+        task.delay({})
+        task.delay({}, tenant_id="given")
+    finally:
+        scope.enter(None)
+    assert [(seen[0], seen[4]) for seen in rank.seen] == [("acme", "cor"), ("given", "cor")]
+
+
+# -- run --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.spec("PRV-12")
+def test_a_task_without_a_body_is_one_call_under_a_key_of_its_own(app, ledger):
+    rank = Rank()
+    task = provider_task(app, rank, "snapshot", ledger=ledger)
+    assert task.delay({"a": 1}, tenant_id="acme", campaign_id="c").get() == {"got": "snapshot"}
+    assert task.apply_async(({"a": 1},), idempotency_key="mine").get() == {"got": "snapshot"}
+    (tenant, campaign, operation, key, correlation), second = rank.seen
+    assert (tenant, campaign, operation, len(key), len(correlation)) == ("acme", "c", "snapshot", 32, 36)
+    assert second[3] == "mine"
+
+
+@pytest.mark.spec("PRV-22", "PRV-23")
+def test_a_task_that_has_ended_is_not_run_again(app, ledger):
+    rank = Rank()
+    task = provider_task(app, rank, "snapshot", ledger=ledger)
+    task.apply_async(({},), task_id="once")
+    assert task.apply_async(({},), task_id="once").state == "IGNORED"
+    assert len(rank.seen) == 1
+
+
+@pytest.mark.spec("PRV-12", "PRV-23", "PRV-25")
+def test_a_foreign_exception_becomes_canonical_and_its_words_stay_out(app, ledger):
+    task = provider_task(app, Rank(), "snapshot", ledger=ledger)
+    ended = task.apply_async(({"fail": True},), task_id="foreign", tenant_id="acme")
+    assert letters(ledger, "foreign") == [
+        ("connection_error", "the connection broke (ConnectionResetError)", "acme", 2)
+    ]
+    assert SECRET not in f"{ended.result!r} {ended.traceback}"
+    assert ended.result.__cause__ is None
+    # Delivered once more: the same failure, and no second letter.
+    again = task.apply_async(({"fail": False},), task_id="foreign", tenant_id="acme")
+    assert (type(again.result), str(again.result)) == (type(ended.result), str(ended.result))
+    assert len(letters(ledger, "foreign")) == 1
+
+
+@pytest.mark.spec("PRV-12")
+@pytest.mark.parametrize("raised", [ValueError(SECRET), MemoryError(SECRET), ProviderBadRequestError("no such page")])
+def test_whatever_a_body_raises_is_a_canonical_error(app, ledger, raised):
+    name = type(raised).__name__
+
+    @app.task(shared=False, base=CeleryProviderTask, provider=Rank(), name="raises", ledger=ledger)
+    def body():
+        raise raised
+
+    ended = body.apply_async(task_id=name)
+    assert isinstance(ended.result, ProviderError)
+    ((reason, message, tenant, attempts),) = letters(ledger, name)
+    assert reason == ("bad_request" if name.startswith("Provider") else "internal_error")
+    assert (SECRET in message, tenant, attempts) == (False, "default", 1)
+
+
+def test_a_body_may_say_that_there_is_nothing_to_report(app, ledger):
+    @app.task(shared=False, base=CeleryProviderTask, provider=Rank(), name="ignores", ledger=ledger)
+    def body():
+        raise Ignore
+
+    assert body.apply_async(task_id="nothing").state == "IGNORED"
+    assert letters(ledger, "nothing") == []
+
+
+@pytest.mark.spec("PRV-22")
+def test_a_second_call_of_one_operation_needs_a_name(app, ledger):
+    @app.task(
+        shared=False,
+        base=CeleryProviderTask,
+        bind=True,
+        provider=Rank(),
+        operation="snapshot",
+        name="twice",
+        ledger=ledger,
+    )
+    def body(self):
+        self.call("snapshot", {})
+        self.call("snapshot", {"other": 1})
+
+    for given in ({}, {"idempotency_key": "k"}):
+        ended = body.apply_async(**given)
+        assert isinstance(ended.result, ProviderInternalError)
+
+
+@pytest.mark.spec("PRV-12")
+def test_the_budget_of_an_invocation_reaches_every_call(app, ledger):
+    left = []
+
+    @app.task(shared=False, base=CeleryProviderTask, provider=Rank(), name="budget", ledger=ledger)
+    def body():
+        left.append(scope.current().remaining())
+
+    body.apply_async()
+    body.apply_async(timeout_budget_seconds=2)
+    assert 29 < left[0] <= 30
+    assert 1 < left[1] <= 2
+
+
+@pytest.mark.spec("PRV-23")
+def test_more_deliveries_than_are_permitted_are_a_dead_letter(app, ledger):
+    rank = Rank()
+    task = provider_task(app, rank, "snapshot", ledger=ledger, max_deliveries=2)
+    for _ in range(2):
+        ledger.begin("worn", "rank.snapshot")
+    ended = task.apply_async(({},), task_id="worn")
+    assert isinstance(ended.result, ProviderInternalError)
+    assert rank.seen == []
+    assert letters(ledger, "worn")[0][3] == 3
+
+
+def test_a_result_that_is_no_json_is_found_out_in_time(app, ledger):
+    """Eager results are not stored; what is JSON to Celery, dates among it, is left alone."""
+
+    @app.task(shared=False, base=CeleryProviderTask, provider=Rank(), name="dated", ledger=ledger)
+    def body():
+        return datetime(2026, 1, 1, tzinfo=UTC)
+
+    assert body.delay().get().year == 2026
+
+
+def test_a_class_is_made_once_in_each_process(app, ledger):
+    task = provider_task(app, Rank, "snapshot", ledger=ledger)
+    task.delay({})
+    task.delay({})
+    assert len(task._provider().seen) == 2
+
+
+def test_a_plain_call_is_a_plain_call(app, ledger):
+    rank = Rank()
+    task = provider_task(app, rank, "snapshot", ledger=ledger)
+    assert task({"a": 1}) == {"got": "snapshot"}
+    assert rank.seen[0][3] is None
+
+
+@pytest.mark.spec("PRV-23")
+def test_if_the_ledger_is_away_nothing_is_reported_and_the_message_goes_back(app, monkeypatch):
+    monkeypatch.setattr("ergon_framework.providers.celery_delivery.PAUSE", 0.0)
+    rank = Rank()
+    task = provider_task(app, rank, "snapshot", ledger=Ledger("postgresql://postgres@127.0.0.1:9/none"))
+    ended = task.apply_async(({},))
+    assert (ended.state, ended.result.requeue) == ("REJECTED", True)
+    assert rank.seen == []
+
+
+# -- fed --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.spec("PRV-13", "PRV-23")
+def test_a_broker_that_is_away_leaves_the_letters_waiting(ledger, caplog):
+    away = Celery("away", broker="amqp://guest:guest@127.0.0.1:9//", set_as_current=False)
+    task = provider_task(away, Rank(), "snapshot", ledger=ledger)
+    task.apply(({"fail": True},), task_id="waits")
+    with psycopg.connect(ledger.dsn) as line:
+        line.execute("update ergon.provider_dead_letters set published_at = now() where task_id <> 'waits'")
+    assert feed_dead_letters(away) == 0
+    assert caplog.records[-1].getMessage() == "dead letters wait"
+    sent = []
+    assert ledger.publish(sent.append, limit=10) == 1
+    assert sent[0].task_id == "waits"
+    assert DeadLetterFeeder(away, ledger).feed() == 0  # nothing waits, so that nobody is called
+    away.close()

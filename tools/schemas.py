@@ -1,0 +1,30 @@
+"""Writes the JSON Schemas of the executor protocol into docs/spec/; look at the diff afterwards."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Final
+
+from pydantic import BaseModel
+
+from ergon_framework.executor.protocol import ExecutionOutcome, ExecutionRequest
+
+FOLDER: Final = Path(__file__).parents[1] / "docs" / "spec"
+MESSAGES: Final[dict[str, type[BaseModel]]] = {
+    "execution-request.schema.json": ExecutionRequest,
+    "execution-outcome.schema.json": ExecutionOutcome,
+}
+
+
+def schema(name: str) -> str:
+    """The schema that belongs into the file *name*."""
+    found: dict[str, Any] = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
+    found |= MESSAGES[name].model_json_schema()
+    return json.dumps(found, indent=2, sort_keys=True) + "\n"
+
+
+if __name__ == "__main__":
+    for name in MESSAGES:
+        (FOLDER / name).write_text(schema(name), encoding="utf-8")
+        print(name)
