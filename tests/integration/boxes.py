@@ -1,4 +1,4 @@
-"""A prepared database for tests of outbox, inbox and relay, and a look at what is in its queues."""
+"""Queues for tests of outbox, inbox and relay, and a look at what is in them."""
 
 from __future__ import annotations
 
@@ -6,20 +6,8 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import psycopg
-
 from ergon_framework.connectors.base import Ack
 from ergon_framework.connectors.postgres import PostgresQueue
-from ergon_framework.schema import migrate
-
-
-def prepared(server) -> str:
-    """The dsn of a new database with our tables and one of the application's."""
-    dsn = server.create_database(f"box_{uuid.uuid4().hex[:12]}")
-    migrate.upgrade(dsn)
-    with psycopg.connect(dsn) as connection:
-        connection.execute("create table effect (name text)")
-    return dsn
 
 
 @contextmanager

@@ -6,10 +6,8 @@ import asyncio
 import os
 import sys
 import time
-import uuid
 from contextlib import asynccontextmanager
 from contextvars import copy_context
-from functools import cache
 from pathlib import Path
 
 import psycopg
@@ -23,7 +21,6 @@ from ergon_framework.executor.jobs.orchestrator import Executors, Orchestrator
 from ergon_framework.executor.jobs.queue import JobQueue
 from ergon_framework.executor.pool import PoolPolicy
 from ergon_framework.executor.process import Command
-from ergon_framework.schema import migrate
 from ergon_framework.schema.lines import Lines
 from ergon_framework.task.loops import loops_of
 
@@ -33,22 +30,6 @@ PATH = {"PATH": os.environ["PATH"]}
 #: Starts at once, and has handlers that echo, sleep, crash and spin.
 COMMAND = Command(words=(sys.executable, "-S", STUBBORN), environment=PATH)
 PATIENCE = 20.0
-
-
-def prepared(server) -> str:
-    """The dsn of a new database with our tables and one of the application's."""
-    return server.create_database(f"jobs_{uuid.uuid4().hex[:12]}", like=_pattern(server))
-
-
-@cache
-def _pattern(server) -> str:
-    """The database that all others are copies of: to copy one takes a fifth of the time that it takes to make one."""
-    name = f"jobs_{uuid.uuid4().hex[:12]}"
-    dsn = server.create_database(name)
-    migrate.upgrade(dsn)
-    with psycopg.connect(dsn) as connection:
-        connection.execute("create table effect (name text)")
-    return name
 
 
 def rows(dsn, sql, *values):

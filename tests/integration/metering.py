@@ -16,22 +16,10 @@ from ergon_framework.providers.errors import ReasonCode
 from ergon_framework.providers.execution import AttemptRow
 from ergon_framework.providers.health import NOT_CALLED, Outcome
 from ergon_framework.providers.sql import minutes
-from ergon_framework.schema import migrate
 
 PATIENCE = 30.0
 _numbers = itertools.count(1)
 ALWAYS = (datetime(1970, 1, 2, tzinfo=UTC), datetime(2200, 1, 1, tzinfo=UTC))
-
-
-def metered(postgres):
-    """A new database with the schema, copied from one that is made once for each server."""
-    template = f"metered_{postgres.port}"
-    with psycopg.connect(postgres.dsn(), autocommit=True) as connection:
-        if not connection.execute("select from pg_database where datname = %s", [template]).rowcount:
-            migrate.upgrade(postgres.create_database(template))
-        name = f"metered_{next(_numbers)}_of"
-        connection.execute(f"create database {name} template {template}")
-    return postgres.dsn(name)
 
 
 def attempt(**fields):

@@ -9,7 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.integration.jobs import prepared, rows, until
+from tests.integration.jobs import rows, until
+from tests.servers.databases import migrated
 
 WRITER = Path(__file__).parent / "job_writer.py"
 #: To be raised for a longer look: ERGON_KILLS=2000.
@@ -19,7 +20,7 @@ OTHERS = "select count(*) from pg_stat_activity where datname = current_database
 
 
 def test_rows_and_jobs_agree_whenever_their_writer_is_killed(postgres):
-    dsn, seed = prepared(postgres), random.randrange(1_000_000)
+    dsn, seed = migrated(postgres), random.randrange(1_000_000)
     subprocess.run([sys.executable, WRITER, dsn, str(KILLS), str(seed)], check=True, timeout=60 + KILLS)
     asyncio.run(until(lambda: rows(dsn, OTHERS) == [(0,)]))
     written = sorted(rows(dsn, "select name from effect"))

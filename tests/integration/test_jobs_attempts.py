@@ -14,14 +14,14 @@ from ergon_framework.executor.jobs.client import JobClient
 from ergon_framework.executor.jobs.model import JobState, queue_name
 from ergon_framework.executor.verdict import Again, Blame, Bury, Complete
 from ergon_framework.transaction import Transaction
-from tests.integration.jobs import Store, prepared, rows
+from tests.integration.jobs import Store, rows
 
 BLAME = Blame(Category.TIMEOUT, "hard_timeout", "no outcome", "hard_timeout", "Traceback\0\ud800")
 
 
 @pytest.fixture
-def dsn(postgres):
-    return prepared(postgres)
+def dsn(database):
+    return database
 
 
 @pytest.fixture

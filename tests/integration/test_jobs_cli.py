@@ -18,18 +18,17 @@ from ergon_framework.errors import Category
 from ergon_framework.executor.jobs.client import JobClient
 from ergon_framework.executor.jobs.cron import Cron
 from ergon_framework.executor.verdict import Blame, Bury, Complete
-from tests.integration.jobs import Store, prepared
+from tests.integration.jobs import Store
 from tests.servers.postgres import free_port
 
 BLAME = Blame(Category.SYSTEM, "executor_error", "no \x1b[31morder", "LookupError", "Traceback:\n  line \x1b[0m")
 
 
 @pytest.fixture
-def dsn(postgres, monkeypatch, tmp_path):
-    found = prepared(postgres)
+def dsn(database, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("ERGON_POSTGRES__DSN", found)
-    return found
+    monkeypatch.setenv("ERGON_POSTGRES__DSN", database)
+    return database
 
 
 @pytest.fixture

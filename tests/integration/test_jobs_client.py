@@ -25,15 +25,15 @@ from ergon_framework.executor.jobs.request import Request
 from ergon_framework.executor.verdict import Again, Blame, Bury, Complete
 from ergon_framework.scope import Scope
 from ergon_framework.transaction import Transaction
-from tests.integration.jobs import Client, Store, prepared, rows
+from tests.integration.jobs import Client, Store, rows
 from tests.integration.libraries import ASYNC, SYNC
 
 BLAME = Blame(Category.SYSTEM, "executor_error", "no", "ValueError", "Traceback")
 
 
 @pytest.fixture
-def dsn(postgres):
-    return prepared(postgres)
+def dsn(database):
+    return database
 
 
 @pytest.fixture(params=["sync", "async"])

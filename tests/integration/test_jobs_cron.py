@@ -22,7 +22,8 @@ from ergon_framework.executor.jobs.model import JobConflict, JobState
 from ergon_framework.executor.jobs.observe import tally_of
 from ergon_framework.schema.lines import Lines
 from ergon_framework.telemetry import names
-from tests.integration.jobs import ROOT, Client, Store, orchestrator, prepared, rows, running, until
+from tests.integration.jobs import ROOT, Client, Store, orchestrator, rows, running, until
+from tests.servers.databases import migrated
 
 DAILY = "0 3 * * *"
 YEARLY = "0 0 1 1 *"
@@ -30,8 +31,8 @@ SECOND = "* * * * * *"
 
 
 @pytest.fixture
-def dsn(postgres):
-    return prepared(postgres)
+def dsn(database):
+    return database
 
 
 @pytest.fixture(params=["sync", "async"])
@@ -377,7 +378,7 @@ def test_an_entry_that_cannot_be_read_keeps_no_other_waiting(dsn, caplog):
 @pytest.mark.spec("EXE-27")
 def test_firing_goes_on_after_the_database_was_away(new_postgres):
     server = new_postgres()
-    dsn = prepared(server)
+    dsn = migrated(server)
     with JobClient(dsn) as client:
         client.schedule(Cron("tick", SECOND, "report", grace=600.0))
         first = client.schedules()[0].next_at

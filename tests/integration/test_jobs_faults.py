@@ -10,7 +10,7 @@ from psycopg import errors
 from ergon_framework.errors import ErgonError
 from ergon_framework.executor.jobs.client import JobClient
 from ergon_framework.schema.lines import Lines
-from tests.integration.jobs import orchestrator, policy, prepared, rows, running, until
+from tests.integration.jobs import orchestrator, policy, rows, running, until
 
 RULES = policy(max_attempts=2, backoff=0.05)
 #: No scenario has so many statements: where one is struck no more, all have been.
@@ -24,8 +24,8 @@ FIRST = 4
 
 
 @pytest.fixture
-def dsn(postgres):
-    return prepared(postgres)
+def dsn(database):
+    return database
 
 
 class Fault:

@@ -26,7 +26,7 @@ from ergon_framework.executor.process import Command
 from ergon_framework.executor.verdict import Complete
 from ergon_framework.telemetry import names
 from ergon_framework.transaction import Transaction
-from tests.integration.jobs import PATH, ROOT, STUBBORN, Store, orchestrator, policy, prepared, rows, running, until
+from tests.integration.jobs import PATH, ROOT, STUBBORN, Store, orchestrator, policy, rows, running, until
 from tests.integration.running import ERGON
 
 RUNTIME = Command(
@@ -37,8 +37,8 @@ RUNTIME = Command(
 
 
 @pytest.fixture
-def dsn(postgres):
-    return prepared(postgres)
+def dsn(database):
+    return database
 
 
 def run(dsn, test, **options):

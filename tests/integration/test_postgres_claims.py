@@ -45,6 +45,21 @@ def test_one_fetch_finds_what_is_new_and_what_was_committed_late(postgres):
     assert sorted(found) == ["late", "new"]
 
 
+@pytest.mark.spec("CNN-07")
+def test_whoever_was_buried_and_comes_back_still_takes_the_most_urgent_first(database):
+    ranked = {"plain": 0, "urgent": 5}
+    queue = PostgresQueue("orders", dsn=database, priority=lambda transaction: ranked[transaction.id])
+    queue.open()
+    assert queue.fetch_transactions(1) == []
+    with psycopg.connect(database, autocommit=True) as connection:
+        connection.execute("delete from ergon.worker")
+    queue.dispatch([Transaction("plain"), Transaction("urgent")])
+    queue._claiming._swept = float("-inf")  # a sweep is due, and it is this one that finds no worker
+    [first] = queue.fetch_transactions(1)
+    queue.close()
+    assert first.transaction.id == "urgent"
+
+
 @pytest.mark.spec("CNN-12")
 def test_a_stale_receipt_is_refused_beside_a_good_one_of_the_same_message(postgres):
     dsn = postgres.create_database("beside")

@@ -20,13 +20,14 @@ from ergon_framework.telemetry import names
 from ergon_framework.telemetry.metrics import registry_of
 from ergon_framework.telemetry.options import TelemetryOptions
 from ergon_framework.transaction import Transaction
-from tests.integration.boxes import opened, prepared, taken
+from tests.integration.boxes import opened, taken
 from tests.integration.libraries import ASYNC, SYNC
+from tests.servers.databases import migrated
 
 
 @pytest.fixture(scope="module")
 def dsn(postgres):
-    return prepared(postgres)
+    return migrated(postgres)
 
 
 @pytest.fixture

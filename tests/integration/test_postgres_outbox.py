@@ -22,13 +22,14 @@ from sqlalchemy.orm import Session
 from ergon_framework.connectors.codec import UnencodableError
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.transaction import Transaction
-from tests.integration.boxes import opened, prepared, taken
+from tests.integration.boxes import opened, taken
 from tests.integration.libraries import ASYNC, SYNC, url
+from tests.servers.databases import migrated
 
 
 @pytest.fixture(scope="module")
 def dsn(postgres):
-    return prepared(postgres)
+    return migrated(postgres)
 
 
 @pytest.fixture

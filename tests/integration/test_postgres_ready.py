@@ -14,14 +14,15 @@ from ergon_framework.connectors.base import Ack, ConnectorError, DeadLetter, Lat
 from ergon_framework.connectors.deadletters import DeadLetterQuery
 from ergon_framework.connectors.postgres import PostgresQueue, statements
 from ergon_framework.transaction import Transaction
-from tests.integration.boxes import opened, prepared, taken
+from tests.integration.boxes import opened, taken
+from tests.servers.databases import migrated
 
 PATIENCE = 10.0
 
 
 @pytest.fixture(scope="module")
 def dsn(postgres):
-    return prepared(postgres)
+    return migrated(postgres)
 
 
 @pytest.fixture
@@ -249,7 +250,7 @@ def numbered(name):
 
 
 def test_a_queue_has_the_same_number_in_every_database(postgres, dsn):
-    other = prepared(postgres)
+    other = migrated(postgres)
     with opened(other, "before"), opened(other, "größer") as there, opened(dsn, "größer") as here:
         assert number(here) == number(there) == numbered("größer")
         # The one that was opened here is told of the other database: it goes where its name says.

@@ -16,7 +16,8 @@ from ergon_framework.errors import ConnectionLost
 from ergon_framework.task.mixins.policies import ConsumerPolicy
 from ergon_framework.task.relay import relay, relay_async
 from ergon_framework.transaction import Transaction
-from tests.integration.boxes import opened, prepared, taken
+from tests.integration.boxes import opened, taken
+from tests.servers.databases import migrated
 
 KEYS, EACH = 7, 15
 POLICY = ConsumerPolicy.load(
@@ -30,12 +31,12 @@ PARENT = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-0
 
 @pytest.fixture(scope="module")
 def dsn(postgres):
-    return prepared(postgres)
+    return migrated(postgres)
 
 
 @pytest.fixture(scope="module")
 def other_dsn(postgres):
-    return prepared(postgres)
+    return migrated(postgres)
 
 
 @pytest.fixture(params=["sync", "async"])

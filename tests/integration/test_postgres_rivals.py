@@ -14,7 +14,8 @@ import pytest
 from ergon_framework.connectors.base import Ack, Later, Release, SettleResult
 from ergon_framework.connectors.postgres import PostgresQueue, statements
 from ergon_framework.transaction import Transaction
-from tests.integration.boxes import opened, prepared
+from tests.integration.boxes import opened
+from tests.servers.databases import migrated
 
 PATIENCE = 60.0
 #: So many ids in other claims that a claimer reads for a while between its snapshot and its first lock.
@@ -26,7 +27,7 @@ KEYS = 7
 
 @pytest.fixture(scope="module")
 def dsn(postgres):
-    return prepared(postgres)
+    return migrated(postgres)
 
 
 def registered(connection):

@@ -28,7 +28,8 @@ from ergon_framework.providers.sql.reader import HealthReader, Unavailable
 from ergon_framework.providers.sql.writer import MetricsWriter
 from ergon_framework.providers.tokens import JwtVerifier, TokenRefused
 from ergon_framework.runner.settings import settings as all_settings
-from tests.integration.metering import ask, attempt, metered
+from tests.integration.metering import ask, attempt
+from tests.servers.databases import migrated
 from tests.servers.postgres import free_port
 
 SECRET = "a secret of the issuer that is long enough for all hashes of the family"
@@ -51,7 +52,7 @@ def token(tenant="acme", *, key=SECRET, algorithm="HS256", lasts=60.0, headers=N
 
 @pytest.fixture(scope="module")
 def dsn(postgres):
-    found = metered(postgres)
+    found = migrated(postgres)
     writer = MetricsWriter(found)
     for tenant in ("acme", "rival"):
         writer.record(attempt(tenant_id=tenant, provider_name=f"pay-{tenant}"))
@@ -382,7 +383,7 @@ def test_it_fits_into_an_application_of_ones_own(dsn):
 
 def test_after_a_restart_of_the_server_the_very_next_question_is_answered(new_postgres):
     server = new_postgres(fsync=False)
-    with TestClient(app(metered(server), verifier=JwtVerifier(HMAC))) as client:
+    with TestClient(app(migrated(server), verifier=JwtVerifier(HMAC))) as client:
         assert get(client, token()).status_code == 200
         server.stop("immediate")
         assert get(client, token()).status_code == 503
@@ -395,7 +396,7 @@ def test_after_a_restart_of_the_server_the_very_next_question_is_answered(new_po
 @pytest.mark.spec("PRV-27")
 def test_a_server_that_says_nothing_holds_neither_the_caller_nor_the_loop(new_postgres):
     server = new_postgres(fsync=False)
-    dsn = metered(server)
+    dsn = migrated(server)
 
     async def main():
         reader = HealthReader(dsn, patience=0.5)

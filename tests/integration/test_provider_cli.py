@@ -16,7 +16,7 @@ from ergon_framework.providers.errors import ReasonCode
 from ergon_framework.providers.health import Outcome
 from ergon_framework.providers.sql.retention import _TURN as TURN
 from ergon_framework.providers.sql.writer import MetricsWriter
-from tests.integration.metering import ask, attempt, metered
+from tests.integration.metering import ask, attempt
 from tests.servers.postgres import free_port
 
 SECRET = "open-sesame"
@@ -25,11 +25,10 @@ WHY = ["--reason", "INC-7", "--actor", "ops"]
 
 
 @pytest.fixture
-def dsn(postgres, monkeypatch, tmp_path):
-    found = metered(postgres)
+def dsn(database, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("ERGON_POSTGRES__DSN", found)
-    return found
+    monkeypatch.setenv("ERGON_POSTGRES__DSN", database)
+    return database
 
 
 def run(*words, code=ProviderExit.OK, **environ):

@@ -13,7 +13,7 @@ from ergon_framework.providers.sql import retention
 from ergon_framework.providers.sql.reaching import connect
 from ergon_framework.providers.sql.retention import Retention
 from ergon_framework.providers.sql.writer import MetricsWriter
-from tests.integration.metering import ask, attempt, both, metered, rows_of, until
+from tests.integration.metering import ask, attempt, both, rows_of, until
 
 DAY = 86_400
 PARTITIONS = """
@@ -23,8 +23,8 @@ where inhparent = 'ergon.provider_execution_metrics'::regclass order by relname
 
 
 @pytest.fixture
-def dsn(postgres):
-    return metered(postgres)
+def dsn(database):
+    return database
 
 
 def partitions(dsn):

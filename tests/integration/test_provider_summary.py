@@ -15,12 +15,12 @@ from ergon_framework.providers.health import Outcome
 from ergon_framework.providers.sql import summary as module
 from ergon_framework.providers.sql.summary import MOST, Quota, summary
 from ergon_framework.providers.sql.writer import MetricsWriter
-from tests.integration.metering import ask, attempt, chance, metered
+from tests.integration.metering import ask, attempt, chance
 
 
 @pytest.fixture
-def dsn(postgres):
-    return metered(postgres)
+def dsn(database):
+    return database
 
 
 def read(dsn, tenant="acme"):

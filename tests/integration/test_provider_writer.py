@@ -32,15 +32,16 @@ from ergon_framework.providers.sql.writer import MetricsWriter
 from ergon_framework.providers.sql.writing import write
 from ergon_framework.telemetry import names
 from ergon_framework.telemetry.metrics import registry_of
-from tests.integration.metering import ask, attempt, both, chance, counted, metered, rows_of, until, wired
+from tests.integration.metering import ask, attempt, both, chance, counted, rows_of, until, wired
+from tests.servers.databases import migrated
 from tests.servers.postgres import _children, free_port
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def dsn(postgres):
-    return metered(postgres)
+def dsn(database):
+    return database
 
 
 @pytest.fixture
@@ -306,7 +307,7 @@ def test_calls_succeed_and_take_no_longer_while_nothing_can_be_written(writer_of
 @pytest.mark.spec("PRV-26")
 def test_a_server_that_stands_still_slows_nobody_and_gets_everything_afterwards(new_postgres, writer_of):
     server = new_postgres(fsync=False)
-    dsn = metered(server)
+    dsn = migrated(server)
     writer = writer_of(dsn, every=0.05, room=500)
     writer.record(attempt())
     until(lambda: rows_of(dsn) == 1 and writer._tray.asleep, "it has tidied up and sleeps")
@@ -343,7 +344,7 @@ def stopped(server):
 @pytest.mark.spec("PRV-26")
 def test_a_server_that_is_cut_off_and_mended_gets_everything_once(new_postgres, writer_of, monkeypatch):
     server = new_postgres(fsync=False)
-    dsn = metered(server)
+    dsn = migrated(server)
     monkeypatch.setattr("ergon_framework.providers.sql.desk._PATIENCE", 0.5)
     writer = writer_of(dsn + "?connect_timeout=2", every=0.05)
     writer.record(attempt())
@@ -363,7 +364,7 @@ def test_a_server_that_is_cut_off_and_mended_gets_everything_once(new_postgres, 
 @pytest.mark.spec("PRV-26")
 def test_a_server_without_a_connection_to_spare_gets_everything_when_there_is_one(new_postgres, writer_of):
     server = new_postgres(fsync=False, settings={"max_connections": 6, "superuser_reserved_connections": 0})
-    dsn = metered(server)
+    dsn = migrated(server)
     held = []
     try:
         again_until(psycopg.OperationalError, lambda: held.append(psycopg.connect(dsn)))
@@ -380,7 +381,7 @@ def test_a_server_without_a_connection_to_spare_gets_everything_when_there_is_on
 @pytest.mark.spec("PRV-26")
 def test_a_server_whose_disk_is_full_gets_everything_when_there_is_room(new_postgres, writer_of, tmp_path):
     server = new_postgres(fsync=False)
-    dsn = metered(server)
+    dsn = migrated(server)
     disk = server.folder / "small"
     disk.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", disk], check=True)

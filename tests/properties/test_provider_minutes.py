@@ -24,14 +24,15 @@ from ergon_framework.providers.sql.sampling import Sampler
 from ergon_framework.providers.sql.summary import summary
 from ergon_framework.providers.sql.writer import MetricsWriter
 from ergon_framework.providers.sql.writing import write
-from tests.integration.metering import ask, attempt, both, chance, counted, metered, rows_of, until
+from tests.integration.metering import ask, attempt, both, chance, counted, rows_of, until
+from tests.servers.databases import migrated
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def dsn(postgres):
-    return metered(postgres)
+    return migrated(postgres)
 
 
 TABLES = ("provider_execution_metrics", "provider_minutes", "provider_batches", "provider_health_states")
@@ -105,7 +106,7 @@ while True:
 
 @pytest.mark.spec("PRV-26")
 def test_several_writers_of_which_some_are_killed_and_some_lose_their_lines(postgres):
-    dsn = metered(postgres)
+    dsn = migrated(postgres)
     dice = random.Random(11)
     commands = [[sys.executable, "-c", WRITE.format(root=str(ROOT), seed=seed, dsn=dsn)] for seed in range(2)]
     children = [subprocess.Popen(command, stdout=subprocess.PIPE) for command in commands]

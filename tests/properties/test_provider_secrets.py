@@ -39,7 +39,7 @@ from ergon_framework.providers.memory import MemoryBooks
 from ergon_framework.providers.policy import ProviderPolicy
 from ergon_framework.providers.retry import RetryPolicy
 from ergon_framework.providers.sql.writer import MetricsWriter
-from tests.integration.metering import metered
+from tests.servers.databases import migrated
 from tests.unit.providers.peer import answers, closed_port, leaves, peer, resets, waits
 
 #: Trusts nobody: to read the machine's certificates takes a client longer than everything else here.
@@ -221,7 +221,7 @@ class Kept(logging.Handler):
 
 @pytest.fixture(scope="module")
 def sinks(postgres):
-    dsn = metered(postgres)
+    dsn = migrated(postgres)
     exporter, tracing = InMemorySpanExporter(), TracerProvider()
     tracing.add_span_processor(SimpleSpanProcessor(exporter))
     writer, kept, log = MetricsWriter(dsn), Kept(), logging.getLogger("ergon_framework")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.servers.databases import Databases
 from tests.servers.postgres import PrivatePostgres
 from tests.servers.rabbitmq import RUNNING, PrivateRabbitMQ, answers
 
@@ -26,6 +27,19 @@ def postgres() -> Iterator[PrivatePostgres]:
         server.mend()
         server.kill()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def databases(postgres: PrivatePostgres) -> Databases:
+    return Databases(postgres)
+
+
+@pytest.fixture
+def database(databases: Databases) -> Iterator[str]:
+    """The dsn of a database with our tables, empty, for one test alone."""
+    dsn = databases.borrow()
+    yield dsn
+    databases.give_back(dsn)
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from ergon_framework.executor import lines
 from ergon_framework.executor.lines import MAX_DEPTH, MAX_LINE, LineError, Reason
+from ergon_framework.executor.pieces import _PIECE as PIECE
 from ergon_framework.executor.protocol import (
     LONGEST_MESSAGE,
     LONGEST_TRACEBACK,
@@ -469,6 +470,8 @@ def outcome_of(data, *, yielding):
         return error.reason
 
 
+#: Bytes of an array that is read in more than one piece.
+LONG = 3 * PIECE // 2
 TEXTS = st.text(alphabet=st.sampled_from('[]{},:"\\ \n\u2028aé0123456789-+.eEntrufalsINy'), max_size=30)
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
@@ -477,7 +480,7 @@ VALUES = st.recursive(
 
 
 @pytest.mark.spec("EXE-25")
-@settings(max_examples=500)
+@settings(max_examples=200)
 @given(VALUES, TEXTS, st.integers(0, 200), st.booleans())
 def test_a_line_says_the_same_whether_it_is_read_at_once_or_in_pieces(value, noise, place, ascii_only):
     told = json.dumps({"job_id": "a", "result": value}, ensure_ascii=ascii_only)
@@ -513,6 +516,7 @@ def same(first, second):
     "end", ["", ",", ", ]", ', {"a": 1, "a": 2}', ", NaN", ', "\\ud83d"', ", " + "[" * 63 + "]" * 63]
 )
 def test_a_long_array_says_the_same_whether_it_is_read_at_once_or_in_pieces(unit, end):
-    data = ('{"job_id": "a", "result": [' + ",".join([unit] * 20_000) + end + "]}").encode()
+    units = [unit] * (LONG // (len(unit) + 1))
+    data = ('{"job_id": "a", "result": [' + ",".join(units) + end + "]}").encode()
     assert same(outcome_of(data, yielding=True), outcome_of(data, yielding=False))
     assert lines.job_id_of(data, yielding=True) == lines.job_id_of(data)

@@ -155,6 +155,8 @@ class Claiming:
     def _swept_rows(self, given: dict[str, Any]) -> Operation[Rows | None]:
         began = self._clock()
         found = yield from self._picked({**given, "rank": None, "floor": 0})
+        if found is None:
+            return None  # nobody has looked: the next claim is a sweep again, or the most urgent would wait for one
         self._swept = self._clock()
         self._spared = RARER * (self._swept - began)
         return found
