@@ -132,8 +132,8 @@ $(VENV)/.fuzzer: $(STAMP) constraints/fuzz.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r constraints/fuzz.txt
 	touch $(VENV)/.fuzzer
 
-fuzz-executors: $(VENV)/.fuzzer ## both directions of the executor protocol, each for SECONDS=30; runs add up in .fuzz/
-	$(BIN)/python -m tests.fuzz.executors --seconds $(or $(SECONDS),30)
+fuzz-executors: $(VENV)/.fuzzer ## both directions of the executor protocol, each for SECONDS=30; with KEEP=1 runs add up
+	$(BIN)/python -m tests.fuzz.executors --seconds $(or $(SECONDS),30) $(if $(KEEP),--keep)
 
 fleet-providers: $(STAMP) ## quota, breaker and keys over many processes, some of them killed; about 4 minutes
 	$(BIN)/python tests/chaos/providers.py

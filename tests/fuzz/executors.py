@@ -1,6 +1,7 @@
 """Fuzzes both directions of the executor protocol, and prints one line of JSON at its end.
 
-The corpus and the totals stay in .fuzz/, so that runs add up: executors.py --seconds 60.
+It begins with what earlier runs have found. With --keep, what is found and the time that it took are kept beside this
+file, so that runs add up wherever they were made: executors.py --seconds 600 --keep. Its own files are in .fuzz/.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ import argparse
 import hashlib
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+from tests.fuzz import kept
 from tests.fuzz.grammar import seeds
 
 ROOT = Path(__file__).parents[2]
@@ -26,19 +29,13 @@ def fuzz(direction, seconds):
     corpus, crashes = HOME / direction / "corpus", HOME / direction / "crashes"
     for folder in (corpus, crashes):
         folder.mkdir(parents=True, exist_ok=True)
-    for seed in seeds(direction):
+    for seed in (*seeds(direction), *kept.inputs(direction)):
         (corpus / hashlib.sha1(seed).hexdigest()).write_bytes(seed)
     words = [
         *(str(corpus), f"-max_total_time={seconds}", "-max_len=16384", "-timeout=20", "-rss_limit_mb=3000"),
         *(f"-artifact_prefix={crashes}/", "-print_final_stats=1", "-verbosity=1"),
     ]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.fuzz.target", direction, *words],
-        cwd=ROOT,
-        capture_output=True,
-        check=False,
-        timeout=seconds + 300,
-    )
+    done = _libfuzzer(direction, words, seconds + 600)
     said = done.stderr.decode(errors="replace")
     (HOME / direction / "log").write_text(said, encoding="utf-8")
     found = DONE.findall(said)
@@ -54,23 +51,40 @@ def fuzz(direction, seconds):
     }
 
 
-def added_up(direction, told):
-    """*told* with what earlier runs have done."""
-    path = HOME / direction / "total.json"
-    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"seconds": 0, "runs": 0}
-    total = {name: before[name] + told[name] for name in before}
-    path.write_text(json.dumps(total), encoding="utf-8")
-    return told | {"total": total}
+def _libfuzzer(direction, words, limit):
+    command = [sys.executable, "-m", "tests.fuzz.target", direction, *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, check=False, timeout=limit)
+
+
+def keep(direction, told):
+    """*told* with what is kept now: the total, and the inputs that together reach all that was reached."""
+    corpus, fewest = HOME / direction / "corpus", HOME / direction / "fewest"
+    shutil.rmtree(fewest, ignore_errors=True)
+    fewest.mkdir(parents=True)
+    done = _libfuzzer(direction, ["-merge=1", "-max_len=16384", str(fewest), str(corpus)], 3600)
+    if done.returncode:
+        raise SystemExit(f"the corpus could not be merged: {done.stderr.decode(errors='replace')[-2000:]}")
+    inputs = kept.keep(direction, (path.read_bytes() for path in fewest.iterdir()))
+    return told | {"kept": inputs, "total": kept.add(direction, seconds=told["seconds"], runs=told["runs"])}
+
+
+def _sound(told):
+    return told["exit"] == 0 and not told["crashes"] and told["runs"] > 0
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=int, default=30, help="how long each direction is fuzzed")
     parser.add_argument("--direction", choices=DIRECTIONS, action="append", help="only this one")
+    parser.add_argument("--keep", action="store_true", help="keep what is found, and add this run to the total")
     given = parser.parse_args()
-    told = {each: added_up(each, fuzz(each, given.seconds)) for each in given.direction or DIRECTIONS}
+    told = {}
+    for direction in given.direction or DIRECTIONS:
+        told[direction] = fuzz(direction, given.seconds) | {"total": kept.total(direction)}
+        if given.keep and _sound(told[direction]):
+            told[direction] = keep(direction, told[direction])
     print(json.dumps(told))
-    sound = all(each["exit"] == 0 and not each["crashes"] and each["runs"] for each in told.values())
+    sound = all(_sound(each) for each in told.values())
     sys.exit(0 if sound else 1)
 
 

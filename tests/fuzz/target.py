@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import random
+import shlex
 import sys
 
 import atheris
@@ -130,7 +131,9 @@ def main():
         found = mutated(data, dice=random.Random(seed)) if seed % 3 else None
         return atheris.Mutate(data, max_size) if found is None or len(found) > max_size else found
 
-    atheris.Setup([sys.argv[0], *sys.argv[2:]], one, custom_mutator=mutate)
+    # Where it merges it starts itself again, through a shell.
+    itself = f"{shlex.quote(sys.executable)} -m tests.fuzz.target {sys.argv[1]}"
+    atheris.Setup([itself, *sys.argv[2:]], one, custom_mutator=mutate)
     atheris.Fuzz()
 
 

@@ -163,6 +163,17 @@ def test_another_job_under_the_same_key_is_a_conflict_that_names_both(client, fu
 
 
 @pytest.mark.spec("EXE-27")
+def test_a_unique_key_is_one_tenants_own(client):
+    ids = {
+        client.submit("charge", tenant, unique_key="order-7", tenant=tenant).id for tenant in ("acme", "rival", None)
+    }
+    assert len(ids) == 3
+    assert client.submit("charge", "acme", unique_key="order-7", tenant="acme").id in ids
+    with pytest.raises(JobConflict, match="order-7"):
+        client.submit("charge", "other", unique_key="order-7", tenant="rival")
+
+
+@pytest.mark.spec("EXE-27")
 def test_of_many_who_submit_one_key_at_once_one_makes_the_job(dsn):
     with JobClient(dsn) as client, ThreadPoolExecutor(8) as pool:
         for key in range(10):

@@ -132,10 +132,16 @@ class PrivatePostgres:
         return f"postgresql://postgres@127.0.0.1:{self.port}/{database}"
 
     def create_database(self, name: str, *, like: str = "template1") -> str:
-        """Create a database, empty or with all that is in the one called *like*; its dsn."""
-        statement = sql.SQL("CREATE DATABASE {} TEMPLATE {}").format(sql.Identifier(name), sql.Identifier(like))
+        """Create a database, empty or with all that is in the one called *like*; its dsn.
+
+        One of that name that is left from before is dropped: a test that is asked again begins anew, and so does a
+        module whose tests come to one process in two portions.
+        """
         with psycopg.connect(self.dsn(), autocommit=True) as connection:
-            connection.execute(statement)
+            connection.execute(sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)").format(sql.Identifier(name)))
+            connection.execute(
+                sql.SQL("CREATE DATABASE {} TEMPLATE {}").format(sql.Identifier(name), sql.Identifier(like))
+            )
         return self.dsn(name)
 
     # -- coming and going -------------------------------------------------------------------------

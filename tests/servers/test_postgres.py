@@ -31,6 +31,15 @@ def test_each_process_has_a_server_of_its_own(postgres):
     assert postgres.pid != os.getpid()
 
 
+def test_a_database_that_is_made_again_is_empty(postgres):
+    dsn = postgres.create_database("made_twice")
+    _write(dsn)
+    with psycopg.connect(dsn):
+        assert postgres.create_database("made_twice") == dsn
+    with pytest.raises(psycopg.errors.UndefinedTable):
+        _count(dsn)
+
+
 def test_it_comes_back_with_what_it_had_on_the_same_port(new_postgres):
     server = new_postgres()
     dsn = server.create_database("kept")

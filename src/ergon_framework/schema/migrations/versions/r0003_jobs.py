@@ -60,7 +60,8 @@ create table ergon.job (
     autovacuum_vacuum_cost_delay = 0
 );
 create index job_listed on ergon.job (queue, state, number);
-create unique index job_unique_key on ergon.job (unique_key) where unique_key is not null;
+-- Of one tenant: what another one calls its jobs is nobody else's business.
+create unique index job_unique_key on ergon.job (unique_key, coalesce(tenant, '')) where unique_key is not null;
 create index job_kill on ergon.job (id) where kill_asked and state = 'running';
 create index job_expires on ergon.job (expires_at) where expires_at is not null;
 """
@@ -99,7 +100,7 @@ begin
         end if;
         return query
         select j.id, false, j.digest = submit_job.digest, j.state, j.function_name from ergon.job j
-        where j.unique_key = submit_job.unique_key
+        where j.unique_key = submit_job.unique_key and coalesce(j.tenant, '') = coalesce(submit_job.tenant, '')
         union all
         select j.id, false, j.digest = submit_job.digest, j.state, j.function_name from ergon.job j
         where j.id = submit_job.job_id
