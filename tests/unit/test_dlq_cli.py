@@ -82,7 +82,9 @@ def shop(at_home):
     (at_home / "dlqapp.py").write_text(APP, encoding="utf-8")
     sys.path.insert(0, str(at_home))
     module = importlib.import_module("dlqapp")
-    module.charge.run(ConsumerPolicy.load({"steps": {"process": {"retry": {"max_attempts": 1}}}}))
+    # One at a time, so that they die in the order in which they came.
+    policy = {"loop": {"concurrency": {"value": 1}}, "steps": {"process": {"retry": {"max_attempts": 1}}}}
+    module.charge.run(ConsumerPolicy.load(policy))
     return Shop(module.orders)
 
 
