@@ -135,6 +135,10 @@ def limited(_: Candidate, capabilities: Capabilities) -> str:
     return "" if capabilities.max_payload is not None else "max_payload is None"
 
 
+def repeatable(_: Candidate, capabilities: Capabilities) -> str:
+    return "once_per_id is True: an id cannot be dispatched again" if capabilities.once_per_id else ""
+
+
 def encoded(candidate: Candidate, _: Capabilities) -> str:
     return "" if candidate.encodes else "the candidate says that nothing is encoded"
 
