@@ -1,0 +1,221 @@
+"""What the connector of facts does beyond the exam: foreign facts, epochs, and receipts that cannot be sent at once."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from ergon_framework.connectors.base import Ack, DeadLetter, Later, SettleResult
+from ergon_framework.connectors.deadletters import Became, DeadLetterQuery
+from ergon_framework.errors import ConnectionLost
+from ergon_framework.facts.connector import AsyncFactConnector, FactConnector
+from ergon_framework.facts.errors import EpochChanged, FactConflict, InvalidFactError
+from ergon_framework.facts.facts import Facts
+from ergon_framework.facts.model import Cursor, Pair, Side
+from ergon_framework.facts.side import MemoryFactSide
+from ergon_framework.facts.stores.memory import MemoryBoundary
+from ergon_framework.transaction import Transaction
+
+PAIR = Pair("Plant A", "Enterprise")
+
+
+class Cut(MemoryBoundary):
+    """A store to which receipts do not get through for a while."""
+
+    cut = False
+
+    def confirm_receipt(self, reader, pair, cursor):
+        if self.cut:
+            raise ConnectionLost("the line is down")
+        super().confirm_receipt(reader, pair, cursor)
+
+
+def connector(store, side=None, **given):
+    return FactConnector(store, **PAIR._asdict(), side=side or MemoryFactSide(), **given)
+
+
+def sent(count):
+    return [Transaction(f"t-{number}", {"number": number}) for number in range(1, count + 1)]
+
+
+@pytest.mark.spec("FAC-01")
+def test_a_fact_of_somebody_else_is_a_transaction_too():
+    store = MemoryBoundary()
+    Facts(store, zone="Plant A").append(
+        "Enterprise",
+        subject="order:7",
+        predicate="paid",
+        object={"charge": "c-1"},
+        message_id="m-1",
+        labels={"traceparent": f"00-{'a' * 32}-{'b' * 16}-01", "priority": "high"},
+    )
+    (delivery,) = connector(store).fetch_transactions(5)
+    transaction = delivery.transaction
+    assert (transaction.id, transaction.source) == ("m-1", "Plant A")
+    assert transaction.payload == {"subject": "order:7", "predicate": "paid", "object": {"charge": "c-1"}}
+    assert (transaction.type, transaction.key) == ("paid", "order:7")
+    assert transaction.trace == {"traceparent": f"00-{'a' * 32}-{'b' * 16}-01"}
+
+
+def test_labels_that_lie_make_no_other_transaction():
+    store = MemoryBoundary()
+    facts = Facts(store, zone="Plant A")
+    for number, labels in enumerate(({"ergon-id": "other"}, {"ergon-id": "m-1", "ergon-attempts": "many"})):
+        facts.append("Enterprise", subject="s", predicate="p", message_id=f"m-{number}", labels=labels)
+    found = connector(store).fetch_transactions(5)
+    assert [delivery.transaction.id for delivery in found] == ["m-0", "m-1"]
+    assert all(delivery.error is None and delivery.transaction.type == "p" for delivery in found)
+
+
+@pytest.mark.spec("FAC-03")
+def test_dispatching_an_id_again_adds_nothing():
+    store = MemoryBoundary()
+    client = connector(store)
+    first, second = (client.dispatch([Transaction("t-1", 7)])[0] for _ in range(2))
+    assert (first.duplicate, second.duplicate) == (False, True)
+    assert first.detail["offset"] == second.detail["offset"] == 1
+    with pytest.raises(FactConflict):
+        client.dispatch([Transaction("t-1", 8)])
+    assert client.capabilities.once_per_id
+
+
+def test_an_id_that_no_fact_can_have_is_refused_before_anything_is_sent():
+    store = MemoryBoundary()
+    with pytest.raises(InvalidFactError, match="beyond ±2"):
+        connector(store).dispatch([Transaction("t-1", 1), Transaction("t-2", 2**60)])
+    assert store.end_of(PAIR) is None
+
+
+@pytest.mark.spec("FAC-16")
+def test_a_receipt_that_does_not_get_through_is_sent_with_the_next_call():
+    store = Cut()
+    client = connector(store)
+    client.dispatch(sent(3))
+    one, two, three = client.fetch_transactions(3)
+    store.cut = True
+    assert client.settle([(one, Ack()), (two, Ack())]) == [SettleResult.SETTLED] * 2
+    assert store.cursor_of("default", PAIR).offset == 0
+    store.cut = False
+    assert client.fetch_transactions(1) == []
+    assert store.cursor_of("default", PAIR).offset == 2
+    client.settle([(three, Ack())])
+    assert store.cursor_of("default", PAIR).offset == 3
+
+
+@pytest.mark.spec("FAC-16", "CNN-01")
+def test_what_is_settled_out_of_order_comes_again_only_after_a_crash():
+    store, side = MemoryBoundary(), MemoryFactSide()
+    client = connector(store, side)
+    client.dispatch(sent(3))
+    _, two, _ = client.fetch_transactions(3)
+    client.settle([(two, Ack())])
+    assert store.cursor_of("default", PAIR).offset == 0
+    crashed = connector(store, side)
+    assert [each.transaction.id for each in crashed.fetch_transactions(5)] == ["t-1", "t-2", "t-3"]
+    with pytest.raises(ConnectionLost, match="taken over"):
+        client.fetch_transactions(1)
+    heir = connector(store, side)
+    _, two, _ = heir.fetch_transactions(3)
+    heir.settle([(two, Ack())])
+    heir.close()
+    after = connector(store, side)
+    assert [each.transaction.id for each in after.fetch_transactions(5)] == ["t-1", "t-3"]
+
+
+@pytest.mark.spec("FAC-15")
+def test_a_consumer_notices_that_its_store_was_put_back():
+    store, side = MemoryBoundary(), MemoryFactSide()
+    client = connector(store, side)
+    client.dispatch(sent(2))
+    client.settle([(each, Ack()) for each in client.fetch_transactions(2)])
+    restored = store.restored()
+    client = connector(restored, side)
+    with pytest.raises(EpochChanged, match="put back from a backup"):
+        client.fetch_transactions(1)
+    side.epoch = None
+    client.dispatch([Transaction("t-3")])
+    assert [each.transaction.id for each in client.fetch_transactions(5)] == ["t-3"]
+
+
+@pytest.mark.spec("FAC-15", "FAC-10")
+def test_forwarded_facts_are_read_by_the_offsets_of_their_origin():
+    origin, other = MemoryBoundary(), MemoryBoundary(side=Side.OUTER)
+    client = connector(other)
+    client.open()  # before the first fact has come
+    connector(origin).dispatch(sent(2))
+    other.forward_facts(origin.fetch_facts("peer", PAIR, 10))
+    found = client.fetch_transactions(5)
+    client.settle([(each, Ack()) for each in found])
+    assert other.cursor_of("default", PAIR) == Cursor(origin.epoch, 2)
+
+
+def test_a_dead_letter_that_somebody_else_replays_reaches_the_one_who_reads():
+    store, side = MemoryBoundary(), MemoryFactSide()
+    client = connector(store, side)
+    client.dispatch(sent(1))
+    client.settle([(client.fetch_transactions(1)[0], DeadLetter("odd"))])
+    operator = connector(store, side)
+    (record,) = operator.list_dead(DeadLetterQuery())
+    assert [each.became for each in operator.replay_dead([record.place, record.place])] == [
+        Became.REPLAYED,
+        Became.GONE,
+    ]
+    (again,) = client.fetch_transactions(5)
+    assert again.transaction.id == "t-1"
+    client.settle([(again, Ack())])
+    assert client.fetch_transactions(5) == []
+    assert operator.list_dead(DeadLetterQuery()) == []
+
+
+def test_a_dead_letter_whose_fact_nobody_knows_stays_one():
+    store, side = MemoryBoundary(), MemoryFactSide()
+    client = connector(store, side)
+    client.dispatch(sent(1))
+    client.settle([(client.fetch_transactions(1)[0], DeadLetter("odd"))])
+    store._ids.clear()
+    (record,) = client.list_dead(DeadLetterQuery())
+    (result,) = client.replay_dead([record.place])
+    assert result.became is Became.FAILED
+    assert "no longer knows the fact 't-1'" in result.words
+    assert len(client.list_dead(DeadLetterQuery())) == 1
+
+
+def test_what_was_put_off_waits_by_the_clock_of_the_day():
+    now = [1000.0]
+    store = MemoryBoundary()
+    client = connector(store, wall=lambda: now[0])
+    client.dispatch(sent(1))
+    client.settle([(client.fetch_transactions(1)[0], Later(60.0))])
+    assert client.fetch_transactions(1) == []
+    assert client.depth().delayed == 1
+    now[0] += 60
+    assert [each.transaction.id for each in client.fetch_transactions(1)] == ["t-1"]
+
+
+def test_a_fetch_that_is_cancelled_on_the_way_gives_back_what_it_took():
+    class Slow(MemoryBoundary):
+        slow = False
+
+        async def fetch_facts_async(self, reader, pair, limit, *, after=None):
+            if self.slow:
+                await asyncio.sleep(60)
+            return await super().fetch_facts_async(reader, pair, limit, after=after)
+
+    async def main():
+        store = Slow()
+        client = AsyncFactConnector(store, **PAIR._asdict())
+        await client.dispatch_async(sent(1))
+        (delivery,) = await client.fetch_transactions_async(1)
+        await client.settle_async([(delivery, Later(0.0))])
+        store.slow = True
+        fetching = asyncio.ensure_future(client.fetch_transactions_async(2))
+        await asyncio.sleep(0.01)
+        fetching.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await fetching
+        store.slow = False
+        (again,) = await client.fetch_transactions_async(2)
+        return again.deliveries
+
+    assert asyncio.run(main()) == 1
