@@ -17,6 +17,7 @@ _counter = itertools.count()
 
 
 def sound(kind, number, note=""):
+    print("made", kind, number)
     return f"{kind}:{number}"
 
 
