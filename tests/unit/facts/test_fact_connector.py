@@ -15,6 +15,7 @@ from ergon_framework.facts.facts import Facts
 from ergon_framework.facts.model import Cursor, Pair, Side
 from ergon_framework.facts.side import MemoryFactSide
 from ergon_framework.facts.stores.memory import MemoryBoundary
+from ergon_framework.facts.window import Window
 from ergon_framework.transaction import Transaction
 
 PAIR = Pair("Plant A", "Enterprise")
@@ -179,6 +180,21 @@ def test_a_dead_letter_whose_fact_nobody_knows_stays_one():
     assert result.became is Became.FAILED
     assert "no longer knows the fact 't-1'" in result.words
     assert len(client.list_dead(DeadLetterQuery())) == 1
+
+
+def test_two_loads_at_once_are_one():
+    store = MemoryBoundary()
+    connector(store).dispatch(sent(3))
+    loaded = [(stored, stored.envelope.message_id) for stored in store.fetch_facts("r", PAIR, 10)]
+    window = Window(1)
+    window.add(loaded[:2])
+    window.add(loaded)
+    window.forget(1)
+    window.add(loaded)  # one that came late
+    assert (len(window), window.last) == (4, 3)
+    assert [window[offset][0] for offset in (2, 3)] == ["t-2", "t-3"]
+    assert window.since(1) is None
+    assert [each[0] for each in window[0:10]] == ["t-2", "t-3"]
 
 
 def test_what_was_put_off_waits_by_the_clock_of_the_day():

@@ -76,7 +76,7 @@ def test_bytes_are_bounded_too_and_artifacts_count():
     assert store.put_object("b", "k", [b"x" * 12]).size == 12
     read_all(store)
     assert store.prune(FAR) == (1, 1)
-    assert store.append_fact(envelope("m-2"), Fact.of("s", "p", 12)).offset == 2
+    assert store.append_fact(envelope("m-2"), Fact.of("s", "p", "x" * 18)).offset == 2
 
 
 def test_a_listener_is_told_of_facts_that_are_new_and_no_longer_than_it_listens():
