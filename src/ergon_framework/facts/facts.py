@@ -10,10 +10,10 @@ from ergon_framework.engine.drivers.caller import AsyncCaller, Caller
 from ergon_framework.engine.senses import Senses
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.facts.boundary import AsyncBoundary, Boundary
+from ergon_framework.facts.labels import with_trace
 from ergon_framework.facts.model import Envelope, FactConfirmation, check_zone
 from ergon_framework.facts.policy import AppendRetry
 from ergon_framework.facts.publish import Means, Publication, Upload, publish
-from ergon_framework.telemetry.context import outbound
 
 _caller: Final = Caller()
 _async_caller: Final = AsyncCaller()
@@ -61,17 +61,9 @@ class _Facts:
             produced_at_unix_ms=int((senses.wall() if created is None else created) * 1000),
             correlation_id=None if below is None else below.correlation,
             causation_id=None if below is None else below.transaction_id,
-            # What was given wins over the trace that happens to be current here.
-            labels=outbound() | dict(labels or {}),
+            labels=with_trace(labels or {}),
         )
         return Publication.of(envelope, subject=subject, predicate=predicate, object=object, artifact=artifact)
-
-
-def _until(senses: Senses) -> float | None:
-    """When the handler that waits for it stops waiting, by the clock of *senses*."""
-    below = scope.current()
-    left = None if below is None else below.remaining()
-    return None if left is None else senses.clock() + left
 
 
 class Facts(_Facts):
@@ -118,7 +110,7 @@ class Facts(_Facts):
             labels=labels,
             senses=senses,
         )
-        script = publish(publication, self._means, retry=self._retry, senses=senses, until=_until(senses))
+        script = publish(publication, self._means, retry=self._retry, senses=senses, outer=scope.current())
         return _ended(self._caller.perform(script))
 
 
@@ -157,7 +149,7 @@ class AsyncFacts(_Facts):
             labels=labels,
             senses=senses,
         )
-        script = publish(publication, self._means, retry=self._retry, senses=senses, until=_until(senses))
+        script = publish(publication, self._means, retry=self._retry, senses=senses, outer=scope.current())
         return _ended(await self._caller.perform(script))
 
 

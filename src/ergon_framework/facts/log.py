@@ -90,12 +90,17 @@ class FactLog:
 
     # -- owning it ------------------------------------------------------------------------------------
 
-    def open(self) -> Script[None]:
-        """Take it over, at the reader's cursor; not if the store is another than the one that was read from."""
+    def open(self, *, again: bool = True) -> Script[None]:
+        """Take it over, at the reader's cursor; not if the store is another than the one that was read from.
+
+        With *again* off, nothing is taken over that somebody has in hand by then.
+        """
         cursor = yield from self._cursor()
         if cursor is None:
             return
         with self.side.lock:
+            if not again and self._hold is not None:
+                return
             self._recognise(cursor.epoch)
             partition = Partition(
                 _ONLY,
@@ -130,17 +135,20 @@ class FactLog:
         hold, self._hold, self._closed = self._hold, None, True
         if hold is None:
             return
+        yield from self._confirm(hold)
         with self.side.lock:
             if self._holds(hold):
-                self.side.hand_over(hold.partition.commit(orderly=True).beyond)
-        yield from self._confirm(hold)
+                # Also what could not be confirmed just now: it is settled all the same.
+                unconfirmed = range(hold.confirmed + 1, hold.partition.watermark)
+                self.side.hand_over({*unconfirmed, *hold.partition.commit(orderly=True).beyond})
 
     def _owned(self) -> Script[_Hold | None]:
         """What is in hand here; None when the caller was stopped."""
         if self._closed:
             raise ConnectionLost(f"the log of facts {self.name!r} was closed; open() it again")
         if self._hold is None:
-            yield from self.open()
+            # Several may fetch at once for the first time, and take it from each other.
+            yield from self.open(again=False)
         hold = self._hold
         if hold is not None and not self._holds(hold):
             raise ConnectionLost(

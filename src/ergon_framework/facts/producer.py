@@ -17,6 +17,7 @@ from ergon_framework.engine.senses import Senses
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.facts.connector import AsyncFactConnector, FactConnector
 from ergon_framework.facts.errors import InvalidFactError
+from ergon_framework.facts.labels import with_trace
 from ergon_framework.facts.model import Envelope, FactConfirmation, Pair
 from ergon_framework.facts.policy import AppendRetry, FactProducerPolicy
 from ergon_framework.facts.publish import Means, Publication, publish
@@ -24,7 +25,6 @@ from ergon_framework.task.base import AsyncTask, Task
 from ergon_framework.task.mixins.policies import ProducerPolicy
 from ergon_framework.task.mixins.producer import AsyncProducerMixin, ProducerMixin
 from ergon_framework.task.report import ProduceReport
-from ergon_framework.telemetry.context import outbound
 from ergon_framework.transaction import Transaction
 
 _ONCE: Final = AppendRetry.times(0)
@@ -65,7 +65,7 @@ class _FactProducer:
             produced_at_unix_ms=int(created * 1000),
             correlation_id=transaction.correlation,
             causation_id=transaction.causation,
-            labels=outbound() | dict(stated.get("labels", {})),
+            labels=with_trace(stated.get("labels", {})),
         )
         below = scope.current()
         # After a failed attempt nobody knows whether its fact is there.
@@ -97,7 +97,7 @@ class FactProducer(_FactProducer, ProducerMixin, Task):
         boundary, senses = connector.boundary, _caller.senses
         means = Means(boundary.put_object, boundary.append_fact, boundary.get_fact)
         publication = self._publication(transaction, connector.pair, senses)
-        return _caller.perform(publish(publication, means, retry=_ONCE, senses=senses))
+        return _caller.perform(publish(publication, means, retry=_ONCE, senses=senses, outer=scope.current()))
 
     def produce_transactions(
         self,
@@ -120,7 +120,9 @@ class AsyncFactProducer(_FactProducer, AsyncProducerMixin, AsyncTask):
         boundary, senses = connector.boundary, _async_caller.senses
         means = Means(boundary.put_object_async, boundary.append_fact_async, boundary.get_fact_async)
         publication = self._publication(transaction, connector.pair, senses)
-        return await _async_caller.perform(publish(publication, means, retry=_ONCE, senses=senses))
+        return await _async_caller.perform(
+            publish(publication, means, retry=_ONCE, senses=senses, outer=scope.current())
+        )
 
     async def produce_transactions(
         self,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ergon_framework.engine.effects import Call, Script, call, sleep
+from ergon_framework.engine.effects import NEVER, Call, Script, call, sleep
 from ergon_framework.engine.outcome import Err, Ok
 from ergon_framework.errors import Category, ErgonError, text
 from ergon_framework.facts.errors import BufferFull, FactConflict, InvalidFactError, PublishError
@@ -24,6 +24,7 @@ from ergon_framework.facts.model import (
     check_place,
     digest_of,
 )
+from ergon_framework.scope import Scope
 
 if TYPE_CHECKING:
     from ergon_framework.engine.senses import Senses
@@ -112,13 +113,13 @@ class Means:
 
 
 def publish(
-    publication: Publication, means: Means, *, retry: Retry, senses: Senses, until: float | None = None
+    publication: Publication, means: Means, *, retry: Retry, senses: Senses, outer: Scope | None = None
 ) -> Script[FactConfirmation | None]:
     """Store the artifact, if there is one, and then append the fact. None when its caller was stopped.
 
-    *until* is when whoever waits for it stops waiting, by the clock of *senses*.
+    *outer* is the attempt that it is part of: nothing is begun when nobody waits for that any more.
     """
-    trying = _Trying(retry, senses, until)
+    trying = _Trying(retry, senses, outer)
     envelope = publication.envelope
     if publication.asks:
         found = yield from _found(publication, means, trying)
@@ -159,16 +160,22 @@ def _found(publication: Publication, means: Means, trying: _Trying) -> Script[Fa
 class _Trying:
     """One call after the other, each tried again under one policy. Each call has the policy's time for itself."""
 
-    def __init__(self, retry: Retry, senses: Senses, until: float | None) -> None:
+    def __init__(self, retry: Retry, senses: Senses, outer: Scope | None) -> None:
         self._retry = retry
         self._senses = senses
-        self._until = until
+        self._outer = outer
+        left = None if outer is None else outer.remaining()
+        #: By our own clock: that of the scope may be another.
+        self._until = NEVER if left is None else senses.clock() + left
         self.stopped = False
 
     def call(self, step: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> Script[Any]:
         """What *fn* answers at last; None, and ``stopped``, when the caller was struck meanwhile."""
         began, attempt = self._senses.clock(), 0
         while True:
+            if self._left_alone():
+                # The engine has gone on without this attempt, and may have told others that it failed.
+                raise PublishError(f"{step} was not begun: nobody waits for it any more", code="not_begun")
             answer = yield from call(Call(step, fn, args))
             if isinstance(answer, Ok):
                 return answer.value
@@ -183,6 +190,9 @@ class _Trying:
                 return None
             attempt += 1
 
+    def _left_alone(self) -> bool:
+        return self._senses.clock() >= self._until or (self._outer is not None and self._outer.cancelled)
+
     def _delay(self, error: BaseException, attempt: int, began: float) -> float | None:
         """Seconds until the next attempt; None when there is none. What another attempt cannot change is raised."""
         if not isinstance(error, Exception) or _hopeless(error):
@@ -193,7 +203,7 @@ class _Trying:
         if isinstance(error, ErgonError) and error.retry_after is not None:
             delay = max(delay, error.retry_after)
         due = self._senses.clock() + delay
-        over = due - began > self._retry.within or (self._until is not None and due >= self._until)
+        over = due - began > self._retry.within or due >= self._until
         return None if over or attempt + 1 >= self._retry.max_attempts else delay
 
 

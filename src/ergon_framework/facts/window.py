@@ -7,6 +7,7 @@ from typing import overload
 
 from ergon_framework.connectors.codec import Codec
 from ergon_framework.connectors.codec import decode as decoded
+from ergon_framework.facts.labels import trace_of
 from ergon_framework.facts.model import Envelope, Fact, Pair, StoredFact
 from ergon_framework.transaction import Transaction
 
@@ -85,9 +86,6 @@ def to_transaction(stored: StoredFact, codec: Codec) -> Transaction:
         read = decoded(codec, fact.object_json.encode(), envelope.labels, source=envelope.from_zone)
         if read.error is None:
             return read.transaction
-    trace = {
-        name: envelope.labels[name] for name in ("traceparent", "tracestate", "baggage") if name in envelope.labels
-    }
     return Transaction(
         envelope.message_id,
         {"subject": fact.subject, "predicate": fact.predicate, "object": fact.object},
@@ -97,5 +95,5 @@ def to_transaction(stored: StoredFact, codec: Codec) -> Transaction:
         correlation=envelope.correlation_id,
         causation=envelope.causation_id,
         created_at=envelope.produced_at_unix_ms / 1000,
-        trace=trace,
+        trace=trace_of(envelope.labels),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -122,6 +123,52 @@ def test_what_is_settled_out_of_order_comes_again_only_after_a_crash():
     heir.close()
     after = connector(store, side)
     assert [each.transaction.id for each in after.fetch_transactions(5)] == ["t-1", "t-3"]
+
+
+@pytest.mark.spec("FAC-16", "CNN-01")
+def test_what_could_not_be_confirmed_at_the_end_is_handed_over():
+    store, side = Cut(), MemoryFactSide()
+    client = connector(store, side)
+    client.dispatch(sent(3))
+    one, _, three = client.fetch_transactions(3)
+    store.cut = True
+    client.settle([(one, Ack()), (three, Ack())])
+    client.close()
+    store.cut = False
+    heir = connector(store, side)
+    (two,) = heir.fetch_transactions(5)
+    assert two.transaction.id == "t-2"
+    heir.settle([(two, Ack())])
+    assert store.cursor_of("default", PAIR).offset == 3
+
+
+def test_those_who_fetch_first_at_the_same_time_do_not_take_it_from_each_other():
+    async def main():
+        store = MemoryBoundary()
+        client = AsyncFactConnector(store, **PAIR._asdict())
+        gates = [asyncio.Event(), asyncio.Event()]
+        inner, left = store.cursor_of_async, list(gates)
+
+        async def slow(reader, pair):
+            if left:
+                await left.pop().wait()
+            return await inner(reader, pair)
+
+        client._log._calls = replace(client._log._calls, cursor_of=slow)
+        await client.dispatch_async(sent(2))
+        fetching = [asyncio.ensure_future(client.fetch_transactions_async(1)) for _ in range(2)]
+        batches = []
+        for gate in gates:
+            await asyncio.sleep(0)
+            gate.set()
+            done, _ = await asyncio.wait(
+                [each for each in fetching if each not in batches], return_when="FIRST_COMPLETED"
+            )
+            batches += done
+        held = [delivery for batch in batches for delivery in batch.result()]
+        return await client.settle_async([(delivery, Ack()) for delivery in held])
+
+    assert asyncio.run(main()) == [SettleResult.SETTLED] * 2
 
 
 @pytest.mark.spec("FAC-15")

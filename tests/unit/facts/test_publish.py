@@ -12,6 +12,8 @@ from ergon_framework.facts.errors import PublishError
 from ergon_framework.facts.model import Envelope, Stored
 from ergon_framework.facts.policy import AppendRetry
 from ergon_framework.facts.publish import Means, Publication, Upload, publish
+from ergon_framework.scope import Scope
+from ergon_framework.transaction import Transaction
 
 ENVELOPE = Envelope(message_id="m-1", from_zone="A", to_zone="B", produced_at_unix_ms=0)
 UPLOAD = Upload("b", "k", [b"abc"])
@@ -22,7 +24,7 @@ DOWN = ConnectionLost("the line is down")
 class Drive:
     """Answers the script's calls in turn, each after some seconds, and remembers when they were made."""
 
-    def __init__(self, *answers, takes=0.0, sleeps=None, **published):
+    def __init__(self, *answers, takes=0.0, sleeps=None, outer=None, **published):
         self.now = 0.0
         self.made = []
         self._answers = list(answers)
@@ -31,7 +33,7 @@ class Drive:
         publication = Publication.of(ENVELOPE, subject="s", predicate="p", **published)
         means = Means(lambda *_: None, lambda *_: None, lambda *_: None)
         senses = Senses(clock=lambda: self.now, dice=lambda: 0.5)
-        self._script = publish(publication, means, retry=AppendRetry(), senses=senses)
+        self._script = publish(publication, means, retry=AppendRetry(), senses=senses, outer=outer)
 
     def run(self):
         answer = None
@@ -83,6 +85,24 @@ def test_a_caller_who_is_stopped_while_it_waits_tries_no_more():
     drive = Drive(Err(DOWN), sleeps=Stopped(None))
     assert drive.run() is None
     assert len(drive.made) == 1
+
+
+def test_nothing_is_appended_for_an_attempt_that_nobody_waits_for():
+    outer = Scope(Transaction("order-7"), "process", 0)
+    outer.cancel()
+    drive = Drive(Ok("confirmed"), outer=outer)
+    with pytest.raises(PublishError, match="nobody waits") as caught:
+        drive.run()
+    assert caught.value.code == "not_begun"
+    assert drive.made == []
+
+
+def test_an_attempt_that_is_left_while_its_artifact_is_stored_appends_nothing():
+    outer = Scope(Transaction("order-7"), "process", 0, deadline=5.0, clock=lambda: 0.0)
+    drive = Drive(Ok(STORED), Ok("confirmed"), takes=6.0, artifact=UPLOAD, outer=outer)
+    with pytest.raises(PublishError, match="append_fact was not begun"):
+        drive.run()
+    assert drive.made == [("put_object", 0.0)]
 
 
 def test_what_strikes_the_caller_is_no_failure_of_the_store():
