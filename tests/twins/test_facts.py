@@ -16,11 +16,15 @@ from ergon_framework.facts.errors import (
     InvalidFactError,
     PublishError,
 )
+from ergon_framework.facts.facts import AsyncFacts, Facts
 from ergon_framework.facts.identity import business_id
 from ergon_framework.facts.model import Pair
 from ergon_framework.facts.policy import AppendRetry, FactProducerPolicy
 from ergon_framework.facts.publish import Upload
+from ergon_framework.facts.stores.memory import MemoryBoundary
 from ergon_framework.scope import Scope
+from ergon_framework.task.decorators import consumer
+from ergon_framework.task.mixins.policies import ConsumerPolicy
 from ergon_framework.task.report import Kind
 from ergon_framework.transaction import Transaction
 from tests.twins.stating import DOWN, LOST, once, produce, producer, tell
@@ -253,6 +257,53 @@ def test_the_deadline_of_the_handler_ends_the_attempts(flavour):
     assert isinstance(told, PublishError)
     assert store.times("append") == pytest.approx([0.0, 0.1, 0.3])
     assert over < 0.5
+
+
+@pytest.mark.spec("FAC-25")
+def test_a_handler_that_fails_after_its_append_appends_once(flavour):
+    store, report, runs = consumed(flavour, fail_first=True)
+    assert report.counts["succeeded"] == 1
+    assert len(runs) == 2
+    assert [fact.offset for fact in stored(store)] == [1]
+
+
+@pytest.mark.spec("FAC-16")
+def test_a_handler_that_meets_a_full_buffer_comes_later_and_loses_no_attempt(flavour):
+    store, report, runs = consumed(flavour, max_facts=0)
+    assert report.counts["deferred"] == 1
+    assert len(runs) == 0
+    assert stored(store) == []
+
+
+def consumed(flavour, *, fail_first=False, **store):
+    """One order through a consumer that appends a fact; the store, the report, and the runs that came that far."""
+    boundary, orders, runs = MemoryBoundary(**store), MemoryConnector("orders"), []
+    orders.dispatch([orders.transaction({}, id="order-7")])
+    stated = {"subject": "order:7", "predicate": "paid"}
+
+    def appended():
+        runs.append("appended")
+        if fail_first and len(runs) == 1:
+            raise ConnectionError("lost right after the append")
+
+    if flavour == "threads":
+        facts = Facts(boundary, zone="Plant A")
+
+        @consumer(orders)
+        def handle(order):
+            facts.append("Enterprise", **stated)
+            appended()
+
+    else:
+        async_facts = AsyncFacts(boundary, zone="Plant A")
+
+        @consumer(orders)
+        async def handle(order):
+            await async_facts.append("Enterprise", **stated)
+            appended()
+
+    made = handle.consume_transactions(ConsumerPolicy.load({"steps": {"process": {"retry": {"backoff": 0.0}}}}))
+    return boundary, made if flavour == "threads" else asyncio.run(made), runs
 
 
 # -- the producer ----------------------------------------------------------------------------------

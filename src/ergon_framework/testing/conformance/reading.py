@@ -104,13 +104,18 @@ async def nothing_is_dropped_that_a_reader_has_not_confirmed(sitting: BoundarySi
     expect((await client.prune()).facts == 2, "a retired reader holds up retention")
 
 
-@rule("FAC-16")
+@rule("FAC-16", "FAC-14")
 async def what_is_young_is_kept(sitting: BoundarySitting) -> None:
     client = sitting.client()
     await client.append_many(*many(2))
+    # Its fact has yet to come.
+    await client.put("exam", "new", [b"abc"])
     facts = await client.fetch()
     await client.confirm(facts[-1].cursor)
-    expect((await client.prune(before=1)).facts == 0, "what was stored after the moment of retention was removed")
+    pruned = await client.prune(before=1)
+    expect(pruned == (0, 0), f"of what was stored after the moment of retention {pruned} were removed")
+    named_late = await client.append(envelope("late"), about(named("new", b"abc")))
+    expect(named_late.offset == 3, "retention came between an artifact and its fact")
 
 
 @rule("FAC-23")
