@@ -63,6 +63,11 @@ class _Hold:
     #: The offset that the boundary knows to be confirmed.
     confirmed: int
 
+    def untouched(self, cursor: Cursor | None) -> bool:
+        """Whether nothing was handed out yet, so that it could as well begin at *cursor*, further on."""
+        further = cursor is not None and cursor.offset > self.confirmed
+        return further and self.window.last == self.confirmed and not self.partition.held
+
 
 class FactLog:
     """One reader of one pair of zones, and a producer to it."""
@@ -102,14 +107,19 @@ class FactLog:
             if not again and self._hold is not None:
                 return
             self._recognise(cursor.epoch)
-            partition = Partition(
-                _ONLY,
-                generation=self.side.take_over(),
-                commit=Commit(cursor.offset + 1, frozenset(self.side.handed_over())),
-                kept=self.side.kept(_ONLY),
-            )
-            self._hold = _Hold(partition, Window(cursor.offset + 1), cursor.epoch, cursor.offset)
+            hold = self._hold = self._begun(cursor, self.side.take_over())
             self._closed = False
+        # The one before may have confirmed more between our question and its end.
+        answer = yield from call(Call("cursor_of", self._calls.cursor_of, (self._reader, self._pair)))
+        with self.side.lock:
+            if isinstance(answer, Ok) and self._hold is hold and hold.untouched(answer.value):
+                self._hold = self._begun(answer.value, hold.partition.generation)
+
+    def _begun(self, cursor: Cursor, generation: int) -> _Hold:
+        begin = cursor.offset + 1
+        beyond, kept = frozenset(self.side.handed_over()), self.side.kept(_ONLY)
+        partition = Partition(_ONLY, generation=generation, commit=Commit(begin, beyond), kept=kept)
+        return _Hold(partition, Window(begin), cursor.epoch, cursor.offset)
 
     def _recognise(self, epoch: str) -> None:
         known = self.side.epoch

@@ -142,6 +142,27 @@ def test_what_could_not_be_confirmed_at_the_end_is_handed_over():
     assert store.cursor_of("default", PAIR).offset == 3
 
 
+@pytest.mark.spec("CNN-01")
+def test_what_the_one_before_confirms_while_it_is_taken_over_does_not_come_again():
+    class Slow(MemoryBoundary):
+        meanwhile = None
+
+        def cursor_of(self, reader, pair):
+            found = super().cursor_of(reader, pair)
+            act, self.meanwhile = self.meanwhile, None
+            if act is not None:
+                act()
+            return found
+
+    store, side = Slow(), MemoryFactSide()
+    client = connector(store, side)
+    client.dispatch(sent(2))
+    (one,) = client.fetch_transactions(1)
+    heir = connector(store, side)
+    store.meanwhile = lambda: client.settle([(one, Ack())])
+    assert [each.transaction.id for each in heir.fetch_transactions(5)] == ["t-2"]
+
+
 def test_those_who_fetch_first_at_the_same_time_do_not_take_it_from_each_other():
     async def main():
         store = MemoryBoundary()
