@@ -6,7 +6,7 @@ import pytest
 
 from ergon_framework.facts.boundary import AsyncBoundary, Boundary
 from ergon_framework.facts.stores.memory import MemoryBoundary
-from ergon_framework.testing.conformance.boundary import CHECKS, Result, exam, mark, take
+from ergon_framework.testing.conformance.boundary import CHECKS, BoundaryCandidate, Result, exam, mark, take
 from tests.conformance import broken_boundary as broken
 from tests.conformance.boundaries import MemoryBoundaryCandidate
 
@@ -192,3 +192,52 @@ def test_an_unknown_check_is_refused():
 def test_the_two_flavours_have_the_same_calls():
     plain = {name for name in vars(Boundary) if not name.startswith("_")}
     assert {name.removesuffix("_async") for name in vars(AsyncBoundary) if not name.startswith("_")} == plain
+
+
+class Bare(BoundaryCandidate):
+    """A candidate that offers what it must, and of one flavour."""
+
+    def __init__(self):
+        self._stores = {}
+
+    def client(self, store, *, side="inner", room=None):
+        return self._stores.setdefault(store, MemoryBoundary(side=side))
+
+
+def test_what_is_not_offered_is_not_examined_and_the_marks_say_so():
+    marks = {got.check: got for got in take(Bare())}
+    skipped = {name: got.reason for name, got in marks.items() if got.result is Result.NOT_APPLICABLE}
+    assert skipped == {
+        "a_restored_backup_is_noticed": "the candidate offers no backup",
+        "a_full_buffer_refuses_before_anything_is_lost": "the candidate has stores without bounds only",
+        "a_lost_artifact_is_an_error_that_names_its_fact": "the candidate cannot lose an artifact",
+        "damage_is_found_when_it_is_read": "the candidate cannot damage an artifact",
+        "a_fact_about_a_lost_artifact_is_refused": "the candidate cannot lose an artifact",
+    }
+    assert {got.result for got in marks.values()} == {Result.PASSED, Result.NOT_APPLICABLE}
+
+
+def test_a_candidate_that_knows_better_is_believed():
+    class Lasting(MemoryBoundaryCandidate):
+        durable = True
+
+    (got,) = take(Lasting(), only=["only_what_survives_a_power_loss_is_strict"])
+    assert got.result is Result.FAILED
+    assert got.reason == "durable is False, and the candidate knows it to be True"
+
+
+def test_a_flavour_that_a_store_has_not_is_no_mark():
+    class Threads(BoundaryCandidate):
+        def client(self, store, *, side="inner", room=None):
+            return OnlyThreads()
+
+    (got,) = take(Threads(), variant="async", only=["what_is_young_is_kept"])
+    assert got.result is Result.FAILED
+    assert "OnlyThreads has no async flavour" in got.reason
+
+
+def unwritten(self, *args, **given):
+    raise NotImplementedError
+
+
+OnlyThreads = type("OnlyThreads", (Boundary,), dict.fromkeys(Boundary.__abstractmethods__, unwritten))

@@ -303,3 +303,123 @@ def test_a_fetch_that_is_cancelled_on_the_way_gives_back_what_it_took():
         return again.deliveries
 
     assert asyncio.run(main()) == 1
+
+
+class Moody(MemoryFactSide):
+    """A side store that fails from its n-th count on, for a while."""
+
+    good = 0
+
+    def count(self, place):
+        self.good -= 1
+        if self.good < 0:
+            raise ConnectionLost("the side store is away")
+        return super().count(place)
+
+    def exhume(self, place):
+        if self.good < 0:
+            raise ConnectionLost("the side store is away")
+        return super().exhume(place)
+
+
+def test_what_a_failing_side_store_has_counted_reaches_somebody_and_the_rest_comes_later():
+    store, side = MemoryBoundary(), Moody()
+    client = connector(store, side)
+    client.dispatch(sent(3))
+    side.good = 1
+    assert [each.transaction.id for each in client.fetch_transactions(3)] == ["t-1"]
+    with pytest.raises(ConnectionLost, match="side store"):
+        client.fetch_transactions(3)
+    side.good = 9
+    assert [each.transaction.id for each in client.fetch_transactions(3)] == ["t-2", "t-3"]
+
+
+def test_a_replay_that_the_side_store_cannot_finish_says_so():
+    store, side = MemoryBoundary(), Moody()
+    side.good = 9
+    client = connector(store, side)
+    client.dispatch(sent(1))
+    client.settle([(client.fetch_transactions(1)[0], DeadLetter("odd"))])
+    (record,) = client.list_dead(DeadLetterQuery())
+    side.good = -1
+    (result,) = client.replay_dead([record.place])
+    assert (result.became, "side store" in result.words) == (Became.FAILED, True)
+
+
+def test_a_receipt_that_is_refused_is_no_outage():
+    class Refuses(MemoryBoundary):
+        def confirm_receipt(self, reader, pair, cursor):
+            raise EpochChanged("another store")
+
+    client = connector(Refuses())
+    client.dispatch(sent(1))
+    (one,) = client.fetch_transactions(1)
+    with pytest.raises(EpochChanged):
+        client.settle([(one, Ack())])
+
+
+def test_nothing_can_be_settled_that_nobody_has_in_hand():
+    store = MemoryBoundary()
+    client = connector(store)
+    client.dispatch(sent(1))
+    (one,) = client.fetch_transactions(1)
+    client.close()
+    assert client.settle([(one, Ack())]) == [SettleResult.LOST]
+    with pytest.raises(ConnectionLost, match="was closed"):
+        client.fetch_transactions(1)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda client: client.fetch_transactions_async(1),
+        lambda client: client.open_async(),
+        lambda client: client.depth_async(),
+        lambda client: client.dispatch_async(sent(1)),
+        lambda client: client.replay_dead_async(["1"]),
+    ],
+    ids=["fetch", "open", "depth", "dispatch", "replay"],
+)
+def test_a_caller_who_is_cancelled_is_told_so_and_leaves_nothing_behind(call):
+    class Hangs(MemoryBoundary):
+        hangs = True
+
+        async def hang(self):
+            if self.hangs:
+                await asyncio.sleep(60)
+
+        async def cursor_of_async(self, reader, pair):
+            await self.hang()
+            return await super().cursor_of_async(reader, pair)
+
+        async def append_facts_async(self, facts):
+            await self.hang()
+            return await super().append_facts_async(facts)
+
+        async def get_fact_async(self, from_zone, message_id):
+            await self.hang()
+            return await super().get_fact_async(from_zone, message_id)
+
+    async def main():
+        store, side = Hangs(), MemoryFactSide()
+        store.hangs = False
+        client = AsyncFactConnector(store, **PAIR._asdict(), side=side)
+        await client.dispatch_async(sent(2))
+        (one,) = await client.fetch_transactions_async(1)
+        await client.settle_async([(one, DeadLetter("odd"))])
+        await client.close_async()
+        client = AsyncFactConnector(store, **PAIR._asdict(), side=side)
+        store.hangs = True
+        calling = asyncio.ensure_future(call(client))
+        await asyncio.sleep(0.01)
+        calling.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await calling
+        store.hangs = False
+        heir = AsyncFactConnector(store, **PAIR._asdict(), side=side)
+        found = await heir.fetch_transactions_async(5)
+        return [(each.transaction.id, each.deliveries) for each in found], len(
+            await heir.list_dead_async(DeadLetterQuery())
+        )
+
+    assert asyncio.run(main()) == ([("t-2", 1)], 1)
