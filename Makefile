@@ -43,7 +43,7 @@ types: $(STAMP) ## mypy, strict, on src
 
 # Targets of their own: in the exam servers are stopped, killed and cut for minutes, and each document that is
 # followed word by word has a wheel, an environment and often servers of its own.
-EXAMS := $(addprefix tests/conformance/test_,broken.py memory.py postgres.py executors.py)
+EXAMS := $(addprefix tests/conformance/test_,broken.py memory.py facts.py postgres.py executors.py)
 EXAMS += $(addprefix tests/integration/test_jobs_,faults.py chaos.py cron.py)
 EXAMS += tests/integration/test_dlq_replay_killed.py tests/integration/test_postgres_rivals.py
 DOCUMENTS := tests/docs/test_snippets.py

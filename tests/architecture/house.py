@@ -105,7 +105,7 @@ PURE = (
             *("execution", "idempotency", "books", "calling", "policy", "invocation", "deadletter"),
         )
     ),
-    *(f"facts.{name}" for name in ("model", "identity", "publish")),
+    *(f"facts.{name}" for name in ("errors", "model", "identity", "policy", "publish", "labels", "window", "log")),
 )
 MEANS_TO_ACT = {"asyncio", "threading", "time", "random", "logging"}
 

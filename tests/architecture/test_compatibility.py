@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import fields
+from datetime import date
 from importlib import import_module
 from pathlib import Path
 
@@ -23,10 +25,14 @@ from ergon_framework.executor.protocol import (
     ExecutionRequest,
     Status,
 )
+from ergon_framework.facts import errors as fact_errors
+from ergon_framework.facts import identity, model
+from ergon_framework.facts.policy import AppendRetry
 from ergon_framework.task.mixins import policies
 from ergon_framework.task.mixins.policies import Policy
 from ergon_framework.task.report import End, Kind
 from ergon_framework.telemetry import names
+from ergon_framework.testing.conformance.boundary import CHECKS as BOUNDARY_CHECKS
 from ergon_framework.testing.conformance.executor import HANDLERS, QUESTIONS
 
 SNAPSHOTS = Path(__file__).with_name("snapshots")
@@ -137,7 +143,62 @@ def executor_now():
     }
 
 
-PARTS = {"policies": policies_now, "telemetry": telemetry_now, "executor": executor_now}
+def facts_now():
+    """What programs import, how ids and digests come out, how long things may be, and what a store must do to pass."""
+    imported = {
+        "facts.blob": ["Blob"],
+        "facts.boundary": ["AsyncBoundary", "Boundary", "BoundaryCapabilities", "Pruned"],
+        "facts.connector": ["AsyncFactConnector", "FactConnector"],
+        "facts.facts": ["AsyncFacts", "Facts"],
+        "facts.identity": ["business_id", "canonical", "digest", "event_id", "named_id"],
+        "facts.producer": ["AsyncFactProducer", "FactProducer"],
+        "facts.publish": ["Upload"],
+        "facts.stores.memory": ["MemoryBoundary"],
+        "testing.conformance.boundary": ["CHECKS", "BoundaryCandidate", "exam", "take"],
+        "testing.determinism": ["NotDeterministic", "assert_deterministic"],
+    }
+    stated = {"from_zone": "A", "to_zone": "B", "subject": "s", "predicate": "p", "object_json": '{"b": 1.0, "a": []}'}
+    limits = {name: value for name, value in vars(model).items() if name.isupper() and isinstance(value, int)}
+    return {
+        "names": {
+            module: [name for name in wanted if hasattr(import_module(f"ergon_framework.{module}"), name)]
+            for module, wanted in imported.items()
+        },
+        "ids": {
+            "business_id": identity.business_id("a", "b"),
+            "named_id": identity.named_id("a", "b"),
+            "event_id": identity.event_id("a", "b", "c", date(2026, 3, 6)),
+            "digest": identity.digest(**stated),
+        },
+        "limits": limits,
+        "fields": {
+            kind.__name__: sorted(field.name for field in fields(kind))
+            for kind in (
+                model.ArtifactReference,
+                model.Envelope,
+                model.Fact,
+                model.FactConfirmation,
+                model.StoredFact,
+            )
+        },
+        "buffers": [buffer.value for buffer in model.Buffer],
+        "errors": {
+            kind.__name__: {
+                "code": kind.code,
+                "category": kind.category.value,
+                "final": kind.final,
+                "later": kind.later,
+            }
+            for kind in vars(fact_errors).values()
+            if isinstance(kind, type) and issubclass(kind, fact_errors.FactError)
+        },
+        "append_retry": AppendRetry().model_dump(mode="json"),
+        "waits": [AppendRetry().delay(attempt) for attempt in range(12)],
+        "checks": sorted(check.name for check in BOUNDARY_CHECKS),
+    }
+
+
+PARTS = {"policies": policies_now, "telemetry": telemetry_now, "executor": executor_now, "facts": facts_now}
 
 
 def recorded(part):

@@ -9,6 +9,9 @@ from ergon_framework.connectors.memory import MemoryConnector
 from ergon_framework.connectors.memory_log import MemoryLog, Records
 from ergon_framework.connectors.side_store import MemorySideStore
 from ergon_framework.errors import ConnectionLost
+from ergon_framework.facts.connector import AsyncFactConnector, FactConnector
+from ergon_framework.facts.side import MemoryFactSide
+from ergon_framework.facts.stores.memory import MemoryBoundary
 from ergon_framework.testing.conformance.connector import Candidate
 
 CALLS = ("fetch_transactions", "settle", "extend", "dispatch", "depth", "list_dead", "replay_dead", "discard_dead")
@@ -42,8 +45,8 @@ def behind(server, connector):
     """*connector* with every call of it going to *server*, down at the beginning or at the end of the call."""
 
     def wrap(name):
-        inner = getattr(connector, name)
-        inner_async = getattr(connector, f"{name}_async")
+        inner = getattr(connector, name, None)
+        inner_async = getattr(connector, f"{name}_async", None)
 
         def call(*args, **extra):
             server.check()
@@ -59,8 +62,11 @@ def behind(server, connector):
                 server.check()
             return answer
 
-        setattr(connector, name, call)
-        setattr(connector, f"{name}_async", call_async)
+        # A connector of one flavour has the other one from the bridge.
+        if inner is not None:
+            setattr(connector, name, call)
+        if inner_async is not None:
+            setattr(connector, f"{name}_async", call_async)
 
     for name in CALLS:
         wrap(name)
@@ -109,3 +115,38 @@ class LogCandidate(Candidate):
 
     def client(self, queue, *, lease):
         return behind(self.server, MemoryLog(queue, records=self._records[queue], side=self._sides[queue]))
+
+
+class FactsCandidate(Candidate):
+    """Facts in a boundary in memory; each queue is a pair of zones."""
+
+    durable = False
+    #: The pretended server has one way to be gone.
+    faults = ("stop",)
+    outage_lease = 0.4
+
+    def __init__(self, make=FactConnector, *, codec=None):
+        self.server = PretendedServer()
+        self._make = make
+        self._codec = codec
+        self._boundaries = defaultdict(MemoryBoundary)
+        self._sides = defaultdict(MemoryFactSide)
+
+    def client(self, queue, *, lease):
+        connector = self._make(
+            self._boundaries[queue],
+            from_zone="exam",
+            to_zone="elsewhere",
+            name=queue,
+            side=self._sides[queue],
+            codec=self._codec,
+        )
+        return behind(self.server, connector)
+
+
+def facts_with_asyncio():
+    return FactsCandidate(AsyncFactConnector, codec=JsonCodec(max_bytes=4096))
+
+
+def facts_with_threads():
+    return FactsCandidate(codec=JsonCodec(max_bytes=4096))

@@ -139,6 +139,8 @@ class Capabilities:
     durable: bool | None
     priority: bool = False
     ordered_by_key: bool = False
+    #: An id is taken once and for ever: dispatching it again adds nothing.
+    once_per_id: bool = False
     max_payload: int | None = None
 
 

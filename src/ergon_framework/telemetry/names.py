@@ -76,6 +76,8 @@ class Attribute:
     HANDLER: Final = "ergon.executor.handler"
     QUEUE: Final = "ergon.executor.queue"
     EXECUTOR: Final = "ergon.executor.kind"
+    BUFFER: Final = "ergon.fact.buffer"
+    ZONE: Final = "ergon.fact.zone"
     #: The upper bound of a bucket; spelled as those who read histograms expect it.
     LE: Final = "le"
 
@@ -255,6 +257,28 @@ EXECUTOR_STRAYS: Final = Metric(
     (Attribute.EXECUTOR, Attribute.REASON),
 )
 
+FACTS: Final = Metric(
+    "ergon.facts",
+    "counter",
+    "{fact}",
+    "Facts that a store was given: stored, repeated, conflict, refused or full.",
+    (Attribute.BUFFER, Attribute.OUTCOME),
+)
+ARTIFACTS: Final = Metric(
+    "ergon.artifacts",
+    "counter",
+    "{artifact}",
+    "Artifacts that a store was given: stored, repeated, conflict, refused, full or broken off.",
+    (Attribute.BUFFER, Attribute.OUTCOME),
+)
+ARTIFACTS_LOST: Final = Metric(
+    "ergon.artifacts.lost",
+    "counter",
+    "{artifact}",
+    "Readings of an artifact that a fact names and that is missing or damaged, by the zone of the fact.",
+    (Attribute.BUFFER, Attribute.ZONE),
+)
+
 METRICS: Final = (
     TRANSACTIONS,
     ATTEMPTS,
@@ -297,6 +321,9 @@ METRICS: Final = (
     EXECUTORS_KILLED,
     EXECUTORS_DIED,
     EXECUTOR_STRAYS,
+    FACTS,
+    ARTIFACTS,
+    ARTIFACTS_LOST,
 )
 
 
@@ -340,6 +367,7 @@ class Event:
     JOBS_UNWRITTEN: Final = "jobs unwritten"
     CRON_MISSED: Final = "cron missed"
     CRON_UNFIRED: Final = "cron unfired"
+    ARTIFACT_LOST: Final = "artifact lost"
 
 
 class Field:
@@ -385,6 +413,10 @@ class Field:
     LINE: Final = "line"
     EXECUTOR: Final = "executor"
     CRON: Final = "cron"
+    ZONE: Final = "zone"
+    MESSAGE_ID: Final = "message_id"
+    BUCKET: Final = "bucket"
+    KEY: Final = "key"
 
 
 def listed(names: type) -> list[str]:

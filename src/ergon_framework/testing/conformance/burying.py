@@ -8,7 +8,7 @@ from ergon_framework.connectors.base import DeadLetter
 from ergon_framework.connectors.deadletters import Became, DeadLetterQuery
 from ergon_framework.errors import Category
 from ergon_framework.failure import Attempt, Failure
-from ergon_framework.testing.conformance.check import SHORT, dead_letters, expect, rule
+from ergon_framework.testing.conformance.check import SHORT, dead_letters, expect, repeatable, rule
 from ergon_framework.testing.conformance.client import Client
 from ergon_framework.testing.conformance.counting import TRACE
 from ergon_framework.testing.conformance.sitting import Sitting
@@ -132,7 +132,7 @@ async def a_discarded_dead_letter_is_gone(sitting: Sitting) -> None:
     await client.finds_nothing(because="all was discarded")
 
 
-@rule("CNN-08", needs=(dead_letters,))
+@rule("CNN-08", needs=(dead_letters, repeatable))
 async def the_same_transaction_can_be_dead_twice(sitting: Sitting) -> None:
     client = await sitting.client()
     for reason in ("once", "twice"):

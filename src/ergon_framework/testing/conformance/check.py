@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from ergon_framework.connectors.base import Capabilities
-from ergon_framework.errors import ErgonError
+from ergon_framework.errors import ErgonError, text
 from ergon_framework.testing.conformance.candidate import Candidate
-
-if TYPE_CHECKING:
-    from ergon_framework.testing.conformance.sitting import Sitting
 
 #: A lease that no check outlasts.
 LONG: Final = 60.0
@@ -21,7 +19,8 @@ SHORT: Final = 0.5
 
 #: Says why a check does not apply, or nothing.
 Need: TypeAlias = Callable[[Candidate, Capabilities], str]
-Run: TypeAlias = Callable[["Sitting"], Awaitable[None]]
+#: Tries it; what it is given is the sitting of its exam.
+Run: TypeAlias = Callable[[Any], Awaitable[None]]
 
 
 class Failed(ErgonError, AssertionError):
@@ -83,6 +82,14 @@ class Mark:
         return f"{self.check} ({self.variant}): {self.result}" + (f": {self.reason}" if self.reason else "")
 
 
+def told(error: Exception) -> str:
+    """What failed; for what is no failure of a check, where it came from too."""
+    if isinstance(error, Failed):
+        return text(error)
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {text(error)} ({last.filename}:{last.lineno} in {last.name})"
+
+
 def rule(*ids: str, needs: tuple[Need, ...] = (), lease: float = LONG) -> Callable[[Run], Check]:
     """Make a check of a coroutine function; its name is the rule."""
 
@@ -133,6 +140,10 @@ def prioritised(_: Candidate, capabilities: Capabilities) -> str:
 
 def limited(_: Candidate, capabilities: Capabilities) -> str:
     return "" if capabilities.max_payload is not None else "max_payload is None"
+
+
+def repeatable(_: Candidate, capabilities: Capabilities) -> str:
+    return "once_per_id is True: an id cannot be dispatched again" if capabilities.once_per_id else ""
 
 
 def encoded(candidate: Candidate, _: Capabilities) -> str:

@@ -8,7 +8,6 @@ In a program ``take(candidate)`` gives the marks; in a test file one line gives 
 from __future__ import annotations
 
 import asyncio
-import traceback
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Final
 
@@ -26,7 +25,7 @@ from ergon_framework.testing.conformance import (
     settling,
 )
 from ergon_framework.testing.conformance.candidate import Candidate, Outbox, Server
-from ergon_framework.testing.conformance.check import Check, Failed, Mark, NotApplicable, Result, expect, rule
+from ergon_framework.testing.conformance.check import Check, Failed, Mark, NotApplicable, Result, expect, rule, told
 from ergon_framework.testing.conformance.client import VARIANTS, Variant
 from ergon_framework.testing.conformance.sitting import Sitting
 
@@ -83,7 +82,7 @@ def mark(check: Check, candidate: Candidate, variant: Variant) -> Mark:
     except NotApplicable as found:
         reason = text(found)
     except Exception as error:  # noqa: BLE001 - whatever a connector raises is an answer, and it is told
-        return Mark(check.name, variant, Result.FAILED, _told(error))
+        return Mark(check.name, variant, Result.FAILED, told(error))
     return Mark(check.name, variant, Result.NOT_APPLICABLE if reason else Result.PASSED, reason)
 
 
@@ -97,14 +96,6 @@ async def _sit(check: Check, sitting: Sitting) -> None:
         raise Failed(f"it has not ended after {LIMIT:g} s") from error
     finally:
         await sitting.close()
-
-
-def _told(error: Exception) -> str:
-    """What failed; for what is no failure of a check, where it came from too."""
-    if isinstance(error, Failed):
-        return text(error)
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {text(error)} ({last.filename}:{last.lineno} in {last.name})"
 
 
 def exam(

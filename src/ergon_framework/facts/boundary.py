@@ -1,0 +1,202 @@
+"""The contract of a boundary store: what keeps facts and artifacts for a zone, and what it promises.
+
+A store is written in one flavour or in both. The sync flavour has the plain names, the async flavour
+the same names with ``_async``. Every method may raise ``ConnectionLost`` when the line is down; then
+nobody knows whether it was done, and the same call may be made again.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple, TypeAlias
+
+from ergon_framework.facts.errors import FactError
+from ergon_framework.facts.model import (
+    Cursor,
+    Envelope,
+    Fact,
+    FactConfirmation,
+    Pair,
+    Side,
+    Stored,
+    StoredFact,
+)
+
+#: Bytes that an artifact is read and written in, at a time.
+CHUNK: Final = 256 * 1024
+
+Appending: TypeAlias = tuple[Envelope, Fact]
+#: What came of one of many; an error is that fact's alone.
+Appended: TypeAlias = FactConfirmation | FactError
+Unlisten: TypeAlias = Callable[[], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoundaryCapabilities:
+    """What a store is; the exam reads it."""
+
+    #: What was confirmed survives a loss of power; None means that nobody knows.
+    durable: bool | None
+    #: On which side of the boundary it is, and so which buffers it holds.
+    side: Side = Side.INNER
+    #: Whether it keeps artifacts.
+    artifacts: bool = True
+
+    @property
+    def strict(self) -> bool:
+        """Whether it may be called strict: what nobody knows is not."""
+        return self.durable is True
+
+
+class Pruned(NamedTuple):
+    """What retention has removed."""
+
+    facts: int
+    artifacts: int
+
+
+class _Described(ABC):
+    @property
+    @abstractmethod
+    def epoch(self) -> str:
+        """Names this life of the store: another one means that a backup was put back, and offsets were given anew."""
+
+    @property
+    @abstractmethod
+    def capabilities(self) -> BoundaryCapabilities: ...
+
+    def listen(self, wake: Callable[[], None]) -> Unlisten:  # noqa: ARG002 - a store without signals has no use for it
+        """Have *wake* called when facts may have come, from any thread, until the returned function is called."""
+        return _nothing
+
+
+def _nothing() -> None: ...
+
+
+class Boundary(_Described):
+    """The sync flavour; it is called from several threads at once."""
+
+    # -- facts ----------------------------------------------------------------------------------------
+
+    def append_fact(self, envelope: Envelope, fact: Fact) -> FactConfirmation:
+        """Store one fact, or answer for the one that has its id; an id with another payload is a FactConflict."""
+        return confirmed(self.append_facts([(envelope, fact)])[0])
+
+    @abstractmethod
+    def append_facts(self, facts: Sequence[Appending]) -> Sequence[Appended]:
+        """Store many in as few commits as may be; one answer each, in order. One that is refused spoils no other.
+
+        It returns when all that it confirms is durable. Offsets count from 1 for each pair of zones, in
+        the order of commits and without a gap. No consumer and no other zone has a part in it.
+        """
+
+    @abstractmethod
+    def forward_facts(self, facts: Sequence[StoredFact]) -> Sequence[Appended]:
+        """Put facts of another store into the forward buffer, if they are not there; they keep offset and epoch.
+
+        A repeat is answered with the first confirmation. One that leaves a gap is OffsetAhead, and one
+        from another epoch EpochChanged. A pair of zones is either appended to or forwarded to, in one store.
+        """
+
+    @abstractmethod
+    def get_fact(self, from_zone: str, message_id: str) -> FactConfirmation | None:
+        """What was confirmed for that id, for as long as ids are kept; None if there is nothing."""
+
+    # -- reading --------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def fetch_facts(self, reader: str, pair: Pair, limit: int, *, after: Cursor | None = None) -> Sequence[StoredFact]:
+        """At most *limit* facts of *pair*, in order, behind what *reader* has confirmed or behind *after*.
+
+        Whoever fetches is registered: from then on nothing is dropped that he has not confirmed.
+        """
+
+    @abstractmethod
+    def confirm_receipt(self, reader: str, pair: Pair, cursor: Cursor) -> None:
+        """*reader* has done with all up to *cursor*. What he confirmed before stays confirmed."""
+
+    @abstractmethod
+    def cursor_of(self, reader: str, pair: Pair) -> Cursor | None:
+        """What *reader* has confirmed; None if he is not registered."""
+
+    @abstractmethod
+    def end_of(self, pair: Pair) -> Cursor | None:
+        """The last offset that was given for *pair*, and in which epoch; None if there never was a fact."""
+
+    @abstractmethod
+    def retire_reader(self, reader: str, pair: Pair) -> bool:
+        """Forget *reader*, so that he holds up nothing any more; False if there was none."""
+
+    # -- artifacts ------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def put_object(self, bucket: str, key: str, blob: Iterable[bytes]) -> Stored:
+        """Store what *blob* yields, for ever; returns when it is durable.
+
+        The same bytes again are answered as the first time; others are an ArtifactConflict. If *blob*
+        raises, nothing of it can be read.
+        """
+
+    @abstractmethod
+    def get_object(self, bucket: str, key: str) -> Iterator[bytes]:
+        """The artifact, piece by piece; damage is found by its digest at the end, and raised there."""
+
+    # -- retention ------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def prune(self, before_unix_ms: int) -> Pruned:
+        """Remove what was stored before, unless a registered reader has not confirmed it, or a retained fact names it.
+
+        While nobody is registered for a pair, nothing of it is removed: who is to read it may not have come yet.
+        """
+
+
+class AsyncBoundary(_Described):
+    """The async flavour of the same contract."""
+
+    async def append_fact_async(self, envelope: Envelope, fact: Fact) -> FactConfirmation:
+        return confirmed((await self.append_facts_async([(envelope, fact)]))[0])
+
+    @abstractmethod
+    async def append_facts_async(self, facts: Sequence[Appending]) -> Sequence[Appended]: ...
+
+    @abstractmethod
+    async def forward_facts_async(self, facts: Sequence[StoredFact]) -> Sequence[Appended]: ...
+
+    @abstractmethod
+    async def get_fact_async(self, from_zone: str, message_id: str) -> FactConfirmation | None: ...
+
+    @abstractmethod
+    async def fetch_facts_async(
+        self, reader: str, pair: Pair, limit: int, *, after: Cursor | None = None
+    ) -> Sequence[StoredFact]: ...
+
+    @abstractmethod
+    async def confirm_receipt_async(self, reader: str, pair: Pair, cursor: Cursor) -> None: ...
+
+    @abstractmethod
+    async def cursor_of_async(self, reader: str, pair: Pair) -> Cursor | None: ...
+
+    @abstractmethod
+    async def end_of_async(self, pair: Pair) -> Cursor | None: ...
+
+    @abstractmethod
+    async def retire_reader_async(self, reader: str, pair: Pair) -> bool: ...
+
+    @abstractmethod
+    async def put_object_async(self, bucket: str, key: str, blob: Iterable[bytes] | AsyncIterable[bytes]) -> Stored: ...
+
+    @abstractmethod
+    def get_object_async(self, bucket: str, key: str) -> AsyncIterator[bytes]: ...
+
+    @abstractmethod
+    async def prune_async(self, before_unix_ms: int) -> Pruned: ...
+
+
+def confirmed(result: Appended) -> FactConfirmation:
+    """The confirmation; an error is raised."""
+    if isinstance(result, FactError):
+        raise result
+    return result

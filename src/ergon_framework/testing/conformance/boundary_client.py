@@ -1,0 +1,222 @@
+"""BoundaryClient: one client of a store, called the same way in both variants; and the sitting that makes them."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import uuid
+from collections.abc import AsyncIterator, Iterable, Sequence
+from functools import partial
+from typing import Any, Final, TypeVar
+
+from ergon_framework import scope
+from ergon_framework.errors import ConfigurationError
+from ergon_framework.facts.boundary import (
+    Appended,
+    Appending,
+    AsyncBoundary,
+    Boundary,
+    BoundaryCapabilities,
+    Pruned,
+    confirmed,
+)
+from ergon_framework.facts.errors import FactError
+from ergon_framework.facts.facts import AsyncFacts, Facts
+from ergon_framework.facts.model import (
+    ArtifactReference,
+    Cursor,
+    Envelope,
+    Fact,
+    FactConfirmation,
+    Pair,
+    Side,
+    Stored,
+    StoredFact,
+)
+from ergon_framework.testing.conformance.boundary_candidate import BoundaryCandidate
+from ergon_framework.testing.conformance.check import Failed, expect
+from ergon_framework.testing.conformance.client import Variant, in_thread
+
+E = TypeVar("E", bound=FactError)
+
+#: The zones of most checks; the blank belongs there.
+PAIR: Final = Pair("Plant A", "Enterprise")
+READER: Final = "exam"
+#: A moment behind everything that a check stores, in milliseconds: retention up to there spares nothing by age.
+LATER: Final = 2**52
+
+
+class BoundaryClient:
+    """A store as one coroutine per call; no call may take longer than *patience*."""
+
+    def __init__(self, store: Boundary | AsyncBoundary, variant: Variant, *, patience: float) -> None:
+        wanted = Boundary if variant == "sync" else AsyncBoundary
+        if not isinstance(store, wanted):
+            raise ConfigurationError(f"{type(store).__name__} has no {variant} flavour; leave that variant out")
+        self.store = store
+        self._flavour: Any = store
+        self._is_sync = variant == "sync"
+        self._patience = patience
+
+    @property
+    def capabilities(self) -> BoundaryCapabilities:
+        return self.store.capabilities
+
+    @property
+    def epoch(self) -> str:
+        return self.store.epoch
+
+    # -- facts ----------------------------------------------------------------------------------------
+
+    async def append(self, envelope: Envelope, fact: Fact) -> FactConfirmation:
+        confirmation: FactConfirmation = await self._call("append_fact", envelope, fact)
+        return confirmation
+
+    async def append_many(self, *facts: Appending) -> list[Appended]:
+        results = list(await self._call("append_facts", list(facts)))
+        expect(len(results) == len(facts), f"{len(facts)} facts had {len(results)} answers")
+        return results
+
+    async def forward(self, *facts: StoredFact) -> list[Appended]:
+        results = list(await self._call("forward_facts", list(facts)))
+        expect(len(results) == len(facts), f"{len(facts)} facts had {len(results)} answers")
+        return results
+
+    async def forwarded(self, *facts: StoredFact) -> list[FactConfirmation]:
+        return [confirmed(result) for result in await self.forward(*facts)]
+
+    async def get(self, message_id: str, *, from_zone: str = PAIR.from_zone) -> FactConfirmation | None:
+        found: FactConfirmation | None = await self._call("get_fact", from_zone, message_id)
+        return found
+
+    async def fetch(
+        self, limit: int = 1000, *, reader: str = READER, pair: Pair = PAIR, after: Cursor | None = None
+    ) -> list[StoredFact]:
+        found: Sequence[StoredFact] = await self._call("fetch_facts", reader, pair, limit, after=after)
+        expect(len(found) <= limit, f"a fetch of {limit} brought {len(found)}")
+        return list(found)
+
+    async def confirm(self, cursor: Cursor, *, reader: str = READER, pair: Pair = PAIR) -> None:
+        await self._call("confirm_receipt", reader, pair, cursor)
+
+    async def cursor(self, *, reader: str = READER, pair: Pair = PAIR) -> Cursor | None:
+        found: Cursor | None = await self._call("cursor_of", reader, pair)
+        return found
+
+    async def end(self, *, pair: Pair = PAIR) -> Cursor | None:
+        found: Cursor | None = await self._call("end_of", pair)
+        return found
+
+    async def retire(self, *, reader: str = READER, pair: Pair = PAIR) -> bool:
+        retired: bool = await self._call("retire_reader", reader, pair)
+        return retired
+
+    async def prune(self, before: int = LATER) -> Pruned:
+        pruned: Pruned = await self._call("prune", before)
+        return pruned
+
+    async def facts_append(self, below: scope.Scope, **stated: Any) -> FactConfirmation:
+        """What the everyday form answers below a handler."""
+        store: Any = self.store
+        token = scope.current()
+        scope.enter(below)
+        try:
+            if self._is_sync:
+                facts = Facts(store, zone=PAIR.from_zone)
+                return await in_thread(lambda: facts.append(PAIR.to_zone, **stated))
+            return await AsyncFacts(store, zone=PAIR.from_zone).append(PAIR.to_zone, **stated)
+        finally:
+            scope.enter(token)
+
+    # -- artifacts ------------------------------------------------------------------------------------
+
+    async def put(self, bucket: str, key: str, blob: Iterable[bytes]) -> Stored:
+        stored: Stored = await self._call("put_object", bucket, key, blob)
+        return stored
+
+    async def pieces(self, bucket: str, key: str) -> list[bytes]:
+        """The artifact as it is read, piece by piece."""
+        async with asyncio.timeout(self._patience):
+            if self._is_sync:
+                return await in_thread(lambda: list(self._flavour.get_object(bucket, key)))
+            stream: AsyncIterator[bytes] = self._flavour.get_object_async(bucket, key)
+            return [piece async for piece in stream]
+
+    async def read(self, bucket: str, key: str) -> bytes:
+        return b"".join(await self.pieces(bucket, key))
+
+    async def _call(self, name: str, *args: Any, **extra: Any) -> Any:
+        try:
+            async with asyncio.timeout(self._patience):
+                if self._is_sync:
+                    return await in_thread(partial(getattr(self._flavour, name), *args, **extra))
+                return await getattr(self._flavour, f"{name}_async")(*args, **extra)
+        except TimeoutError as error:
+            raise Failed(
+                f"{name} did not come back within {self._patience:g} s, or raised a bare TimeoutError"
+            ) from error
+
+
+class BoundarySitting:
+    """One check being tried on one candidate in one variant, with stores of its own."""
+
+    def __init__(self, candidate: BoundaryCandidate, variant: Variant) -> None:
+        self.candidate = candidate
+        self.variant: Variant = variant
+        self._name = f"exam-{uuid.uuid4().hex[:12]}"
+
+    def store(self, which: str = "") -> str:
+        """The name of one of the stores of this sitting."""
+        return self._name + which
+
+    def client(self, which: str = "", *, side: Side = Side.INNER, room: int | None = None) -> BoundaryClient:
+        """A new client of one of them."""
+        store = self.candidate.client(self.store(which), side=side, room=room)
+        return BoundaryClient(store, self.variant, patience=self.candidate.patience)
+
+
+def envelope(message_id: str = "m-1", *, pair: Pair = PAIR, **fields: Any) -> Envelope:
+    """An envelope that differs only where it is told to."""
+    given = {"produced_at_unix_ms": 1_741_248_600_000} | fields
+    return Envelope(message_id=message_id, from_zone=pair.from_zone, to_zone=pair.to_zone, **given)
+
+
+def stated(number: int = 1, **fields: Any) -> Fact:
+    """A fact that differs only where it is told to."""
+    given = {"subject": "work_order:WO-1", "predicate": "has_step", "object_json": f'{{"number": {number}}}'} | fields
+    return Fact(**given)
+
+
+def many(count: int, *, first: int = 1, pair: Pair = PAIR) -> list[Appending]:
+    """Facts m-1, m-2 and so on."""
+    return [(envelope(f"m-{number}", pair=pair), stated(number)) for number in range(first, first + count)]
+
+
+def named(key: str, content: bytes, **fields: Any) -> ArtifactReference:
+    """The reference to an artifact of the bucket "exam"."""
+    digest = f"sha256:{hashlib.sha256(content).hexdigest()}"
+    given: dict[str, Any] = {"bucket": "exam", "key": key, "digest": digest, "size": len(content)}
+    return ArtifactReference(**given | fields)
+
+
+def about(reference: ArtifactReference, predicate: str = "has_file") -> Fact:
+    """A fact that refers to an artifact."""
+    return Fact.of("work_order:WO-1", predicate, reference.as_object())
+
+
+def refused(result: object, kind: type[E], words: str) -> E:
+    """*result*, which must be an error of that kind."""
+    if not isinstance(result, kind):
+        raise Failed(f"{words} was answered with {type(result).__name__}, not with {kind.__name__}")
+    return result
+
+
+async def raised(kind: type[E], call: Any, words: str) -> E:
+    """The error of that kind which *call*, an awaitable, must raise."""
+    try:
+        answer = await call
+    except kind as error:
+        return error
+    except FactError as error:
+        raise Failed(f"{words} was refused with {type(error).__name__}, not with {kind.__name__}") from error
+    raise Failed(f"{words} was answered with {answer!r:.100}, and must be {kind.__name__}")

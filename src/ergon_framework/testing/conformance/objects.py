@@ -1,0 +1,134 @@
+"""Artifacts: what is confirmed of them, that they never change, and what is said when one is lost."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+
+from ergon_framework.facts.errors import ArtifactConflict, ArtifactLost, ArtifactUnknown, FactError, InvalidFactError
+from ergon_framework.testing.conformance.boundary_client import (
+    PAIR,
+    BoundaryClient,
+    BoundarySitting,
+    about,
+    envelope,
+    named,
+    raised,
+)
+from ergon_framework.testing.conformance.check import Failed, NotApplicable, expect, rule
+
+#: No piece of an artifact is larger.
+LARGEST = 1024 * 1024
+
+
+class BrokenOff(FactError):
+    """The line broke in the middle of an upload."""
+
+
+def _breaking(*pieces: bytes) -> Iterator[bytes]:
+    yield from pieces
+    raise BrokenOff("the line is gone")
+
+
+@rule("FAC-04")
+async def what_is_stored_is_confirmed_by_its_digest(sitting: BoundarySitting) -> None:
+    client = sitting.client()
+    pieces = [os.urandom(300_000), b"", os.urandom(900_000), b"x"]
+    content = b"".join(pieces)
+    stored = await client.put("exam", "big/file.bin", pieces)
+    expect(stored.digest == f"sha256:{hashlib.sha256(content).hexdigest()}", f"the digest is {stored.digest}")
+    expect(stored.size == len(content), f"the size is {stored.size}, not {len(content)}")
+    read = await sitting.client().pieces("exam", "big/file.bin")
+    expect(b"".join(read) == content, "another client reads other bytes than were stored")
+    largest = max(map(len, read))
+    expect(len(read) > 1 and largest <= LARGEST, f"{len(content)} bytes came in {len(read)} pieces of up to {largest}")
+    nothing = await client.put("exam", "empty", [])
+    expect(nothing.size == 0 and await client.read("exam", "empty") == b"", "an empty artifact is not empty")
+
+
+@rule("FAC-21")
+async def the_same_bytes_again_are_answered_as_the_first_time(sitting: BoundarySitting) -> None:
+    client = sitting.client()
+    first = await client.put("exam", "a", [b"abc"])
+    expect(await client.put("exam", "a", [b"a", b"bc"]) == first, "the same bytes in other pieces are told otherwise")
+    other = await client.put("exam", "b", [b"abc"])
+    expect(other == first, "the same bytes under another key have another digest")
+    expect(await client.read("exam", "b") == b"abc", "the same bytes under another key cannot be read")
+
+
+@rule("FAC-07")
+async def other_bytes_under_the_same_name_are_a_conflict(sitting: BoundarySitting) -> None:
+    client = sitting.client()
+    await client.put("exam", "a", [b"abc"])
+    for other in (b"abd", b"abcd", b""):
+        error = await raised(ArtifactConflict, client.put("exam", "a", [other]), "other bytes for a stored name")
+        expect(error.final, "a conflict looks as if trying again could help")
+    expect(await client.read("exam", "a") == b"abc", "a stored artifact has changed")
+    await client.put("other", "a", [b"abd"])
+    expect(await client.read("exam", "a") == b"abc", "an artifact of one bucket is another's")
+
+
+@rule("FAC-21")
+async def an_upload_that_breaks_off_leaves_nothing(sitting: BoundarySitting) -> None:
+    client = sitting.client()
+    await raised(BrokenOff, client.put("exam", "a", _breaking(b"half of ", b"it")), "an upload that breaks off")
+    await raised(ArtifactUnknown, client.read("exam", "a"), "reading half of an artifact")
+    stored = await client.put("exam", "a", [b"all of it"])
+    expect(stored.size == 9, "after an upload that broke off the whole one is refused")
+    await raised(BrokenOff, client.put("exam", "a", _breaking(b"all ")), "a second upload that breaks off")
+    expect(await client.read("exam", "a") == b"all of it", "an upload that broke off has changed what was stored")
+
+
+@rule("FAC-04")
+async def no_name_leads_out_of_its_bucket(sitting: BoundarySitting) -> None:
+    client = sitting.client()
+    names = [
+        ("exam", key) for key in ("../a", "a/../../b", "/a", "a//b", ".", "..", "a\\..\\b", "", "a\0b", "x" * 1025)
+    ]
+    for bucket, key in [*names, ("..", "a"), (".hidden", "a"), ("a/b", "c"), ("", "a"), ("x" * 64, "a")]:
+        await raised(InvalidFactError, client.put(bucket, key, [b"x"]), f"the name {bucket!r}, {key[:20]!r}")
+        await raised(InvalidFactError, client.read(bucket, key), f"the name {bucket!r}, {key[:20]!r}")
+    await client.put("exam", "Grüße/7 🙂.pdf", [b"hello"])
+    expect(await client.read("exam", "Grüße/7 🙂.pdf") == b"hello", "a name with blanks and umlauts cannot be read")
+
+
+async def _named(sitting: BoundarySitting) -> BoundaryClient:
+    client = sitting.client()
+    content = b"important" * 100
+    await client.put("exam", "a/b", [content])
+    await client.append(envelope(), about(named("a/b", content)))
+    return client
+
+
+def _blames(error: ArtifactLost) -> None:
+    told = error.from_zone, error.message_id, error.bucket, error.key
+    expect(told == (PAIR.from_zone, "m-1", "exam", "a/b"), f"the error names {told}")
+
+
+@rule("FAC-23")
+async def a_lost_artifact_is_an_error_that_names_its_fact(sitting: BoundarySitting) -> None:
+    client = await _named(sitting)
+    if not sitting.candidate.lose(sitting.store(), "exam", "a/b"):
+        raise NotApplicable("the candidate cannot lose an artifact")
+    _blames(await raised(ArtifactLost, client.read("exam", "a/b"), "reading a lost artifact"))
+    await raised(ArtifactUnknown, client.read("exam", "never"), "reading what was never stored")
+
+
+@rule("FAC-23")
+async def damage_is_found_when_it_is_read(sitting: BoundarySitting) -> None:
+    client = await _named(sitting)
+    if not sitting.candidate.damage(sitting.store(), "exam", "a/b"):
+        raise NotApplicable("the candidate cannot damage an artifact")
+    _blames(await raised(ArtifactLost, client.read("exam", "a/b"), "reading a damaged artifact"))
+
+
+@rule("FAC-14", "FAC-23")
+async def a_fact_about_a_lost_artifact_is_refused(sitting: BoundarySitting) -> None:
+    client = sitting.client()
+    await client.put("exam", "a/b", [b"abc"])
+    if not sitting.candidate.lose(sitting.store(), "exam", "a/b"):
+        raise NotApplicable("the candidate cannot lose an artifact")
+    (result,) = await client.append_many((envelope(), about(named("a/b", b"abc"))))
+    if not isinstance(result, FactError):
+        raise Failed("a fact about an artifact whose bytes are gone was stored")

@@ -1,0 +1,82 @@
+"""Whether a function that makes ids makes the same one again, whatever happens in between."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle  # nosec - read by a process that is started here
+import subprocess  # nosec - our own file, with the interpreter that runs this
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from ergon_framework.errors import ConfigurationError, ErgonError
+
+#: Seconds by which the clock is moved: more than a year, and no whole number of days.
+MOVED: Final = 400 * 86_400 + 12_345.678
+#: Seconds that a fresh process may take.
+PATIENCE: Final = 60.0
+
+
+class NotDeterministic(ErgonError, AssertionError):
+    """The same event was given two ids: a retry would append it twice."""
+
+    final = True
+    code = "not_deterministic"
+
+
+def assert_deterministic(
+    make: Callable[..., Any], *args: Any, ignores: Mapping[str, Sequence[Any]] | None = None, **fields: Any
+) -> None:
+    """Fail unless ``make(*args, **fields)`` makes the same id twice, in a fresh process, and when the clock is moved.
+
+    *ignores* names fields that are no part of the key, each with other values that must change nothing.
+    *make* is a function of a module, so that another process can import it.
+    """
+    first = make(*args, **fields)
+    _same(first, make(*args, **fields), "called a second time", "is it random, or does it count?")
+    for name, others in (ignores or {}).items():
+        if name not in fields:
+            raise ConfigurationError(f"ignores names {name!r}, which is not among the fields; give it by name")
+        for other in others:
+            made = make(*args, **{**fields, name: other})
+            _same(first, made, f"with another {name}", "leave out of the id what does not name the event")
+    fresh, later = _elsewhere(make, args, fields)
+    _compare(repr(first), fresh, "in a fresh process", "does it use hash(), a process id, or an object's own id?")
+    _compare(repr(first), later, "with the clock moved", "use the business time, and not the clock's")
+
+
+def _same(first: Any, again: Any, when: str, hint: str) -> None:
+    _compare(repr(first), repr(again), when, hint)
+
+
+def _compare(first: str, again: str, when: str, hint: str) -> None:
+    if first != again:
+        raise NotDeterministic(f"the id was {first:.80} and {when} it is {again:.80}; {hint}")
+
+
+def _elsewhere(make: Callable[..., Any], args: tuple[Any, ...], fields: dict[str, Any]) -> tuple[str, str]:
+    """What a process makes that has nothing in common with this one but the files: at once, and later."""
+    try:
+        work = pickle.dumps((make, args, fields))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ConfigurationError(
+            f"{make!r:.80} cannot be called in another process ({error}); give a function of a module, and plain values"
+        ) from error
+    asked = pickle.dumps({"path": sys.path, "work": work, "moved": MOVED})
+    # Texts have other hashes there, whatever they have here.
+    seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
+    done = subprocess.run(  # noqa: S603  # nosec - our own file
+        [sys.executable, str(Path(__file__).with_name("fresh.py"))],
+        input=asked,
+        capture_output=True,
+        timeout=PATIENCE,
+        check=False,
+        env={**os.environ, "PYTHONHASHSEED": seed},
+    )
+    if done.returncode != 0:
+        words = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        raise ConfigurationError(f"{make!r:.80} cannot be called in a fresh process: {''.join(words)}")
+    fresh, later = json.loads(done.stdout)
+    return fresh, later

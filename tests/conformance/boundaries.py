@@ -1,0 +1,39 @@
+"""The boundary store of this process as a candidate, and how it is treated badly."""
+
+from __future__ import annotations
+
+from ergon_framework.facts.stores.memory import MemoryBoundary
+from ergon_framework.testing.conformance.boundary import BoundaryCandidate
+
+
+class MemoryBoundaryCandidate(BoundaryCandidate):
+    durable = False
+    bounded = True
+
+    def __init__(self, make=MemoryBoundary):
+        self._make = make
+        self._stores = {}
+
+    def client(self, store, *, side="inner", room=None):
+        if store not in self._stores:
+            self._stores[store] = self._make(side=side, max_facts=room)
+        return self._stores[store]
+
+    def backup(self, store):
+        kept = self._stores[store].restored()
+
+        def put_back():
+            self._stores[store] = kept
+
+        return put_back
+
+    def lose(self, store, bucket, key):
+        artifacts = self._stores[store]._artifacts
+        del artifacts._contents[artifacts._names[bucket, key][0].digest]
+        return True
+
+    def damage(self, store, bucket, key):
+        artifacts = self._stores[store]._artifacts
+        digest = artifacts._names[bucket, key][0].digest
+        artifacts._contents[digest] = b"X" + artifacts._contents[digest][1:]
+        return True

@@ -1,0 +1,190 @@
+"""What a fact, an envelope and a reference may be, and what is said of those that may not."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from ergon_framework.errors import Category
+from ergon_framework.facts.errors import ArtifactLost, FactConflict, InvalidFactError
+from ergon_framework.facts.model import (
+    OBJECT_JSON,
+    ArtifactReference,
+    Buffer,
+    Cursor,
+    Envelope,
+    Fact,
+    FactConfirmation,
+    Pair,
+    Side,
+    StoredFact,
+    contiguous,
+    digest_of,
+)
+
+DIGEST = "sha256:" + "ab" * 32
+REFERENCE = {"bucket": "files", "key": "a/b.pdf", "digest": DIGEST, "size": 7}
+
+
+def envelope(**fields):
+    given = {"message_id": "m-1", "from_zone": "Plant A", "to_zone": "Enterprise", "produced_at_unix_ms": 0}
+    return Envelope(**given | fields)
+
+
+def fact(**fields):
+    return Fact(**{"subject": "s", "predicate": "p", "object_json": "{}"} | fields)
+
+
+@pytest.mark.spec("FAC-01")
+@pytest.mark.parametrize(
+    "fields, words",
+    [
+        ({"message_id": ""}, "1 to 256 visible"),
+        ({"message_id": "x" * 257}, "1 to 256 visible"),
+        ({"message_id": "a b"}, "no blanks"),
+        ({"message_id": "grün"}, "visible ASCII"),
+        ({"message_id": 7}, "visible ASCII"),
+        ({"from_zone": ""}, "from_zone has 1 to 64"),
+        ({"to_zone": "z" * 65}, "to_zone has 1 to 64 characters, not 65"),
+        ({"to_zone": " a"}, "blanks at the ends"),
+        ({"to_zone": None}, "to_zone is a text"),
+        ({"from_zone": "a\nb"}, "no visible character"),
+        ({"produced_at_unix_ms": -1}, "milliseconds since 1970"),
+        ({"produced_at_unix_ms": 1.5}, "milliseconds since 1970"),
+        ({"produced_at_unix_ms": True}, "milliseconds since 1970"),
+        ({"correlation_id": ""}, "correlation_id has 1 to 256"),
+        ({"causation_id": "x" * 257}, "causation_id has 1 to 256"),
+        ({"labels": {f"l{n}": "" for n in range(33)}}, "at most 32 labels, not 33"),
+        ({"labels": {"": "x"}}, "name of a label"),
+        ({"labels": {"a": 7}}, "label 'a' is a text"),
+        ({"labels": {"a": "x" * 16385}}, "label 'a' has 0 to 16384"),
+    ],
+)
+def test_an_envelope_says_what_is_wrong_with_it(fields, words):
+    with pytest.raises(InvalidFactError, match=words) as caught:
+        envelope(**fields)
+    assert (caught.value.category, caught.value.final) == (Category.BUSINESS, True)
+
+
+@pytest.mark.spec("FAC-01")
+def test_an_envelope_takes_all_that_is_allowed():
+    labels = {f"label {n}": "" for n in range(32)}
+    made = envelope(message_id="!" * 256, from_zone="Werk Süd 2", to_zone="z" * 64, labels=labels)
+    labels["more"] = "x"
+    assert len(made.labels) == 32  # a copy of its own
+    with pytest.raises(TypeError):
+        made.labels["a"] = "b"
+    assert pickle.loads(pickle.dumps(made)) == made
+    assert hash(made) == hash(envelope(message_id="!" * 256, from_zone="Werk Süd 2", to_zone="z" * 64))
+    assert made.pair == Pair("Werk Süd 2", "z" * 64)
+
+
+@pytest.mark.spec("FAC-01")
+@pytest.mark.parametrize(
+    "fields, words",
+    [
+        ({"subject": ""}, "subject has 1 to 512"),
+        ({"subject": "x" * 513}, "subject has 1 to 512"),
+        ({"predicate": "x" * 257}, "predicate has 1 to 256"),
+        ({"predicate": "a\0b"}, "no visible character"),
+        ({"object_json": {"a": 1}}, "JSON as text, not dict; see Fact.of"),
+        ({"object_json": "nothing"}, "no JSON"),
+        ({"object_json": '"\\ud800"'}, "surrogate"),
+        pytest.param({"object_json": '"\ud800"'}, "surrogate", id="half a character"),
+        pytest.param({"object_json": '"' + "x" * OBJECT_JSON + '"'}, "store an artifact", id="1 MiB"),
+        pytest.param({"object_json": '"' + "ü" * (OBJECT_JSON // 2) + '"'}, "1,048,576 bytes", id="1 MiB of umlauts"),
+    ],
+)
+def test_a_fact_says_what_is_wrong_with_it(fields, words):
+    with pytest.raises(InvalidFactError, match=words):
+        fact(**fields)
+
+
+@pytest.mark.spec("FAC-01")
+def test_a_fact_keeps_the_text_of_its_object():
+    text = ' {"b": 1.0, "a": 2} '
+    assert fact(object_json=text).object_json == text
+    assert fact(object_json=text).object == {"b": 1.0, "a": 2}
+    made = Fact.of("s", "p", {"grün": [1.0, 2]})
+    assert made.object_json == '{"grün":[1.0,2]}'
+    made.object["grün"].clear()
+    assert made.object == {"grün": [1.0, 2]}
+
+
+def test_a_value_that_its_own_text_could_not_be_read_from_is_refused():
+    with pytest.raises(InvalidFactError, match="beyond ±2"):
+        Fact.of("s", "p", 2**60)
+    with pytest.raises(InvalidFactError, match="JSON has no object"):
+        Fact.of("s", "p", object())
+
+
+@pytest.mark.spec("FAC-20")
+def test_an_object_with_four_fields_is_a_reference_and_no_other_is():
+    full = REFERENCE | {"media_type": "application/pdf", "file_name": "Auftrag 7.pdf"}
+    made = Fact.of("s", "p", full).artifact
+    assert made == ArtifactReference(**full)
+    assert made.as_object() == full
+    assert Fact.of("s", "p", REFERENCE | {"pages": 3}).artifact == ArtifactReference(**REFERENCE)
+    for name in REFERENCE:
+        assert Fact.of("s", "p", {key: value for key, value in REFERENCE.items() if key != name}).artifact is None
+    assert Fact.of("s", "p", [REFERENCE]).artifact is None
+
+
+@pytest.mark.spec("FAC-20")
+@pytest.mark.parametrize(
+    "changed, words",
+    [
+        ({"digest": "md5:00"}, "sha256"),
+        ({"digest": DIGEST.upper()}, "sha256"),
+        ({"digest": None}, "sha256"),
+        ({"size": -1}, "whole number of bytes"),
+        ({"size": 1.5}, "whole number of bytes"),
+        ({"size": True}, "whole number of bytes"),
+        ({"bucket": "../files"}, "bucket has 1 to 63"),
+        ({"bucket": 7}, "bucket has 1 to 63"),
+        ({"key": "a/../b"}, "lead out of its bucket"),
+        ({"key": "ü" * 600}, "at most 1024 bytes"),
+        ({"media_type": ""}, "media_type"),
+        ({"file_name": 7}, "file_name"),
+    ],
+)
+def test_a_reference_that_cannot_be_one_is_refused(changed, words):
+    with pytest.raises(InvalidFactError, match=words):
+        Fact.of("s", "p", REFERENCE | changed)
+
+
+@pytest.mark.spec("FAC-24")
+def test_each_side_has_a_store_buffer_and_a_forward_buffer():
+    assert [buffer.value for buffer in Buffer] == ["ISB", "IFB", "ESB", "EFB"]
+    assert (Side.INNER.store_buffer, Side.INNER.forward_buffer) == (Buffer.ESB, Buffer.IFB)
+    assert (Side.OUTER.store_buffer, Side.OUTER.forward_buffer) == (Buffer.ISB, Buffer.EFB)
+
+
+@pytest.mark.spec("FAC-02")
+def test_a_confirmation_says_no_more_than_where_the_fact_is():
+    assert set(FactConfirmation.__slots__) == {"message_id", "offset", "epoch", "digest", "buffer", "duplicate"}
+
+
+def test_contiguous_is_without_a_gap():
+    made = [
+        StoredFact(envelope=envelope(), fact=fact(), digest=DIGEST, offset=offset, epoch="e", stored_at_unix_ms=0)
+        for offset in (3, 4, 6)
+    ]
+    assert contiguous(made[:2], after=2)
+    assert not contiguous(made, after=2)
+    assert not contiguous(made[:2], after=1)
+    assert made[0].cursor == Cursor("e", 3)
+
+
+def test_the_digest_of_a_fact_leaves_out_what_may_differ():
+    one = digest_of(envelope(labels={"a": "b"}, produced_at_unix_ms=5, correlation_id="c"), fact(object_json=" {} "))
+    assert one == digest_of(envelope(message_id="other"), fact())
+
+
+def test_errors_keep_what_they_name_on_their_way_to_another_process():
+    lost = ArtifactLost("gone", from_zone="A", message_id="m", bucket="b", key="k")
+    again = pickle.loads(pickle.dumps(lost))
+    assert (again.from_zone, again.message_id, again.bucket, again.key) == ("A", "m", "b", "k")
+    conflict = pickle.loads(pickle.dumps(FactConflict("two", from_zone="A", message_id="m")))
+    assert (conflict.from_zone, conflict.message_id, str(conflict)) == ("A", "m", "two")
