@@ -9,8 +9,10 @@ A test in which a server that is not ours ended by itself is asked again as well
 
 from __future__ import annotations
 
+import gc
 import os
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -71,10 +73,18 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
             break
         reasons = [_why(report) for report in reports if report.failed]
         item.user_properties.append((_AGAIN, "; ".join([*reasons, *gauge.deaths()])))
+        _sweep()
     for report in reports:
         hook.pytest_runtest_logreport(report=report)
     hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
     return True
+
+
+def _sweep() -> None:
+    """What a test that broke off has left open is not to be found, and complained of, in the middle of another."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
 
 
 def _why(report: pytest.TestReport) -> str:

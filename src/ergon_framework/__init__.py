@@ -3,6 +3,7 @@
 from ergon_framework.connectors.base import Ack, AsyncConnector, Capabilities, Connector, DeadLetter, Delivery, Later
 from ergon_framework.connectors.memory import MemoryConnector
 from ergon_framework.errors import Category, ConfigurationError, ConnectionLost, ErgonError
+from ergon_framework.runner.queues import queue
 from ergon_framework.task.base import AsyncTask, Task
 from ergon_framework.task.decorators import consumer, producer
 from ergon_framework.task.exceptions import (
@@ -49,4 +50,5 @@ __all__ = [
     "TransactionException",
     "consumer",
     "producer",
+    "queue",
 ]

@@ -14,13 +14,13 @@ from pathlib import Path
 PACKAGE = "ergon_framework"
 
 #: Bottom first: each may import the ones before it.
-VOCABULARY = ("errors", "policy", "scope", "failure", "transaction")
+VOCABULARY = ("errors", "policy", "scope", "failure", "history", "transaction")
 
 #: The client libraries of each vendor folder below connectors/.
 CLIENTS = {
     "rabbitmq": {"aio_pika", "aiormq", "pamqp", "pika"},
     "nats": {"nats"},
-    "redis": {"redis"},
+    "redis": {"hiredis", "redis"},
     "postgres": {"psycopg", "psycopg_pool"},
     "kafka": {"confluent_kafka"},
     "sqs": {"aiobotocore", "boto3", "botocore"},
@@ -41,6 +41,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "connectors": {"telemetry"},
     **{f"connectors.{vendor}": {"connectors"} for vendor in CLIENTS},
     "connectors.postgres": {"connectors", "schema"},
+    # An address with a password is masked before an error names it.
+    "connectors.nats": {"connectors", "telemetry"},
     "task": {"engine", "telemetry", "connectors"},
     "executor": BUILDERS,
     "facts": BUILDERS,
@@ -76,13 +78,13 @@ STORAGE = {"psycopg", "psycopg_pool", "grpc", "grpc_health", "google"}
 EXCEPTIONS: dict[str, set[str]] = {
     "runner.settings": PYDANTIC,
     "runner.sources": PYDANTIC,
-    **{f"schema.{name}": {"psycopg"} for name in ("operation", "line", "lines", "failures")},
+    **{f"schema.{name}": {"psycopg"} for name in ("operation", "line", "lines", "failures", "snapshot")},
     "executor.jobs": STORAGE,
     "executor.jobs.timetable": {"cronsim"},
     "executor.stores": STORAGE,
     "executor.service": STORAGE,
-    "facts.stores": STORAGE,
-    "facts.service": STORAGE,
+    "facts.stores": STORAGE | {"obstore"},
+    "facts.service": STORAGE | {"cryptography"},
     "providers.sql": {"*"},
     **{f"providers.celery_{name}": {"*"} for name in ("task", "delivery", "request", "feed")},
     "providers.api": {"*"},
@@ -94,9 +96,10 @@ NOT_THE_API = tuple(f"opentelemetry.{name}" for name in ("sdk", "exporter", "ins
 
 #: Modules that decide and never act: clocks and dice are handed in.
 PURE = (
+    "history",
     *(f"engine.{name}" for name in ("effects", "outcome", "backoff", "attempts")),
     *(f"task.{name}" for name in ("lifecycle", "consume", "produce", "fetch", "settle", "renew", "handling", "intake")),
-    *(f"task.{name}" for name in ("admission", "crew", "gates", "report")),
+    *(f"task.{name}" for name in ("admission", "crew", "gates", "report", "worst")),
     *(f"executor.{name}" for name in ("lines", "protocol", "routing", "verdict")),
     *(
         f"providers.{name}"
@@ -106,6 +109,7 @@ PURE = (
         )
     ),
     *(f"facts.{name}" for name in ("errors", "model", "identity", "policy", "publish", "labels", "window", "log")),
+    *(f"facts.{name}" for name in ("replica", "replicate", "carry", "asking", "recognise")),
 )
 MEANS_TO_ACT = {"asyncio", "threading", "time", "random", "logging"}
 

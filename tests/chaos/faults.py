@@ -9,15 +9,24 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import psycopg
 
-from tests.chaos.fleet import Berth, Fleet, send
+from tests.chaos.fleet import Berth, Fleet, Life, send
 from tests.servers.packets import PacketDrop
-from tests.servers.postgres import PrivatePostgres
 
 #: Past this a connection with an unanswered packet is given up by the queue.
 GIVEN_UP = 12.0
+
+
+class Server(Protocol):
+    """What can be done to a server."""
+
+    def kill(self) -> None: ...
+    def start(self) -> None: ...
+    def cut(self) -> None: ...
+    def mend(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -39,9 +48,7 @@ class Torment:
     #: Seconds after which a process is at work.
     ripe = 1.5
 
-    def __init__(
-        self, server: PrivatePostgres, fleet: Fleet, *, lease: float, sockets: str, dice: random.Random
-    ) -> None:
+    def __init__(self, server: Server, fleet: Fleet, *, lease: float, sockets: str, dice: random.Random) -> None:
         self._server = server
         self._fleet = fleet
         self._lease = lease
@@ -158,21 +165,14 @@ class Torment:
             if berth is None:
                 return False
             try:
-                return self._cut_one(berth.life.who, GIVEN_UP + 2.0 if luck > 0.85 else self._lease * (1.0 + luck))
+                return self._cut_one(berth.life, GIVEN_UP + 2.0 if luck > 0.85 else self._lease * (1.0 + luck))
             finally:
                 berth.lock.release()
 
-    def _cut_one(self, who: str, seconds: float) -> bool:
-        with psycopg.connect(self._sockets, autocommit=True) as connection:
-            ports = [
-                row[0]
-                for row in connection.execute(
-                    "select client_port from pg_stat_activity where application_name = %s and client_port > 0", (who,)
-                )
-            ]
-        if not ports:
+    def _cut_one(self, life: Life, seconds: float) -> bool:
+        lines, began = [PacketDrop(port) for port in self._ports(life)], time.time()
+        if not lines:
             return False
-        lines, began = [PacketDrop(port) for port in ports], time.time()
         try:
             for line in lines:
                 line.cut()
@@ -180,5 +180,16 @@ class Torment:
         finally:
             for line in lines:
                 line.mend()
-        self._done("cut", who, began)
+        self._done("cut", life.who, began)
         return True
+
+    def _ports(self, life: Life) -> list[int]:
+        """Where the connections of one worker to the server begin."""
+        with psycopg.connect(self._sockets, autocommit=True) as connection:
+            return [
+                row[0]
+                for row in connection.execute(
+                    "select client_port from pg_stat_activity where application_name = %s and client_port > 0",
+                    (life.who,),
+                )
+            ]

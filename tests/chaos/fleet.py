@@ -48,8 +48,11 @@ class Berth:
 class Fleet:
     """As many workers as *flavours*; every other word goes to the worker as an option."""
 
-    def __init__(self, folder: Path, flavours: list[str], *, dsn: str, options: dict[str, str]) -> None:
+    def __init__(
+        self, folder: Path, flavours: list[str], *, dsn: str, options: dict[str, str], script: Path = SCRIPT
+    ) -> None:
         self.folder = folder
+        self._script = script
         self.berths = [Berth(number, flavour) for number, flavour in enumerate(flavours)]
         self._dsn = dsn
         self._options = options
@@ -95,9 +98,13 @@ class Fleet:
         """The end of what the process wrote on stderr."""
         return (self.folder / f"{life.who}.err").read_text(errors="replace")[-1500:]
 
+    def _begun(self, life: Life) -> bool:
+        path = self.journal(life)
+        return path.exists() and bool(read(path))
+
     def _launch(self, berth: Berth) -> None:
         who = f"{berth.flavour}-{berth.number}-{len(berth.lives)}"
-        words = [sys.executable, str(SCRIPT), berth.flavour, "--who", who]
+        words = [sys.executable, str(self._script), berth.flavour, "--who", who]
         words += ["--dsn", f"{self._dsn}?application_name={who}", "--journal", str(self.folder / f"{who}.journal")]
         words += [word for option, value in self._options.items() for word in (f"--{option}", value)]
         with (self.folder / f"{who}.err").open("wb") as err:
@@ -127,6 +134,9 @@ class Fleet:
             life.how = "killed"
         elif code == POISONED:
             life.how = "poisoned"
+        elif code == -signal.SIGTERM and not self._begun(life):
+            # Told to end before it could listen: it held nothing.
+            life.how = "in good order"
         elif code == 1 and len(read(self.journal(life))) == 1 and "ConnectionLost" in self.said(life).splitlines()[-1]:
             # It had not begun: whoever cannot reach the server at its start says so and is started again.
             life.how = "no server at its start"

@@ -44,6 +44,8 @@ ENOUGH = 5_000
 SENDERS = 8
 #: Seconds before a run without enough confirmations is given up.
 PATIENCE = 120.0
+#: Seconds that the dead may keep a disk busy.
+LEAVING = 20.0
 IMAGE = 640 * 1024 * 1024
 
 
@@ -54,9 +56,9 @@ class Disk:
         self.image = image
         self.folder = folder
 
-    def make(self) -> None:
+    def make(self, size: int = IMAGE) -> None:
         with self.image.open("wb") as file:
-            file.truncate(IMAGE)
+            file.truncate(size)
         _run("mkfs.xfs", "-q", str(self.image))
 
     @contextlib.contextmanager
@@ -67,7 +69,16 @@ class Disk:
         try:
             yield self.folder
         finally:
-            _run("umount", str(self.folder))
+            self._unmount()
+
+    def _unmount(self) -> None:
+        """Whoever was killed may take a moment to let go of its files."""
+        end = time.monotonic() + LEAVING
+        while time.monotonic() < end:
+            if subprocess.run(["umount", str(self.folder)], capture_output=True, check=False).returncode == 0:
+                return
+            time.sleep(0.1)
+        _run("umount", str(self.folder))
 
     def copied(self, to: Path) -> Disk:
         """What has reached the device so far, as another disk; whoever writes to this one must be frozen."""
@@ -140,7 +151,7 @@ def _processes(postmaster: int) -> list[int]:
     return found
 
 
-def _freeze(postmaster: int) -> None:
+def freeze(postmaster: int) -> None:
     """Stop all of it, and wait until all have stopped: nothing is written any more."""
     pids = _processes(postmaster)
     for pid in pids:
@@ -177,7 +188,7 @@ def lose_power(folder: Path, settings: dict[str, str], enough: int) -> dict[str,
             until = time.monotonic() + PATIENCE
             while len(senders.confirmed) < enough and time.monotonic() < until:
                 time.sleep(0.01)
-            _freeze(server.pid)
+            freeze(server.pid)
             # What a sender hears from now on was on its way before, so it counts: the server is silent.
             time.sleep(0.2)
             confirmed = list(senders.confirmed)

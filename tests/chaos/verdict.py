@@ -157,7 +157,7 @@ def _buried(verdict: Verdict, ledger: Ledger, by_id: dict[str, Order], worn: set
     reasons: Counter[str] = Counter()
     exhausted: list[str] = []
     for name, reason, deliveries, body in ledger.dead:
-        found = name if name in by_id else _named(body)
+        found = name if name in by_id else named(body)
         dead[found] += 1
         reasons[reason] += 1
         order = by_id.get(found)
@@ -174,7 +174,7 @@ def _buried(verdict: Verdict, ledger: Ledger, by_id: dict[str, Order], worn: set
     return +dead
 
 
-def _named(body: bytes) -> str:
+def named(body: bytes) -> str:
     found = _NAME.search(body)
     return found[0].decode() if found else "?"
 

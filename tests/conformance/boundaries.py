@@ -9,6 +9,7 @@ from ergon_framework.testing.conformance.boundary import BoundaryCandidate
 class MemoryBoundaryCandidate(BoundaryCandidate):
     durable = False
     bounded = True
+    resumes = True
 
     def __init__(self, make=MemoryBoundary):
         self._make = make

@@ -7,7 +7,7 @@ import contextlib
 from dataclasses import replace
 
 from ergon_framework.facts.boundary import BoundaryCapabilities
-from ergon_framework.facts.errors import ArtifactConflict, BufferFull, FactConflict, FactError
+from ergon_framework.facts.errors import ArtifactConflict, BufferFull, FactConflict, FactError, InvalidFactError
 from ergon_framework.facts.model import Buffer
 from ergon_framework.facts.stores.memory import MemoryBoundary
 from ergon_framework.facts.stores.memory_artifacts import Artifacts, Upload
@@ -121,27 +121,30 @@ class _Careless(Artifacts):
 class ReplacesArtifacts(MemoryBoundary):
     """Other bytes under the same name take the place of the first."""
 
-    def _kept(self, bucket, key, upload):
+    def _kept(self, bucket, key, upload, expected=None):
         with self._lock:
             known = self._artifacts._names.get((bucket, key))
-            if known is not None and known[0] != upload.stored:
+            if known is not None and known[0] != upload.stored and expected is None:
                 del self._artifacts._names[bucket, key]
-        return super()._kept(bucket, key, upload)
+        return super()._kept(bucket, key, upload, expected)
 
 
 class KeepsHalves(MemoryBoundary):
     """An upload that breaks off is kept as far as it came."""
 
-    def put_object(self, bucket, key, blob):
-        upload = Upload()
-        try:
-            for piece in blob:
-                upload.add(piece)
-        except FactError:
-            with contextlib.suppress(FactError):
-                self._kept(bucket, key, upload)
-            raise
-        return super().put_object(bucket, key, [upload.content()])
+    def put_object(self, bucket, key, blob, **how):
+        def watched():
+            upload = Upload()
+            try:
+                for piece in blob:
+                    upload.add(piece)
+                    yield piece
+            except FactError:
+                with contextlib.suppress(FactError):
+                    self._kept(bucket, key, upload)
+                raise
+
+        return super().put_object(bucket, key, watched(), **how)
 
 
 class RemovesArtifacts(MemoryBoundary):
@@ -166,8 +169,8 @@ class ReadsWithoutLooking(MemoryBoundary):
 
 
 class _Blind(Artifacts):
-    def _pieces(self, bucket, key, content, digest):
-        for start in range(0, len(content), 256 * 1024):
+    def _pieces(self, bucket, key, content, digest, begin):
+        for start in range(begin, len(content), 256 * 1024):
             yield content[start : start + 256 * 1024]
 
 
@@ -392,24 +395,114 @@ class StampsItsOwnEpoch(MemoryBoundary):
 class ReadsAtOnce(MemoryBoundary):
     """An artifact comes in one piece, as large as it is."""
 
-    def get_object(self, bucket, key):
-        yield b"".join(super().get_object(bucket, key))
+    def get_object(self, bucket, key, **how):
+        yield b"".join(super().get_object(bucket, key, **how))
 
 
 class StoresOnce(MemoryBoundary):
     """A name that is taken is a conflict, whatever the bytes."""
 
-    def _kept(self, bucket, key, upload):
+    def _kept(self, bucket, key, upload, expected=None):
         if (bucket, key) in self._artifacts._names:
             raise ArtifactConflict(f"{bucket}/{key} is stored")
-        return super()._kept(bucket, key, upload)
+        return super()._kept(bucket, key, upload, expected)
 
 
 class TrustsNames(MemoryBoundary):
     """A name may lead anywhere."""
 
-    def put_object(self, bucket, key, blob):
-        upload = Upload()
-        for piece in blob:
-            upload.add(piece)
-        return self._kept(bucket, key, upload)
+    def put_object(self, bucket, key, blob, *, expected=None, begin=0):
+        with self._receiving(bucket, key, expected, begin) as upload:
+            for piece in blob:
+                upload.add(piece)
+            return self._kept(bucket, key, upload, expected)
+
+
+class ExpectsNothing(MemoryBoundary):
+    """Nobody looks whether an upload is what it was said to be."""
+
+    def _kept(self, bucket, key, upload, expected=None):
+        return super()._kept(bucket, key, upload)
+
+
+class ForgetsUploads(MemoryBoundary):
+    """What broke off has to be sent again, all of it."""
+
+    def received(self, bucket, key, expected):
+        return 0
+
+
+class MixesUploads(MemoryBoundary):
+    """What came under a name counts, whatever it was to be."""
+
+    def received(self, bucket, key, expected):
+        here = [len(kept[0]) for place, kept in self._artifacts._partial.items() if place[:2] == (bucket, key)]
+        return max(here, default=super().received(bucket, key, expected))
+
+
+class PromisesTooMuch(MemoryBoundary):
+    """More is said to be here than came."""
+
+    def received(self, bucket, key, expected):
+        here = super().received(bucket, key, expected)
+        return here and expected.size
+
+
+class GoesOnAnywhere(MemoryBoundary):
+    """Where nothing came, there are zeros."""
+
+    def __init__(self, **given):
+        super().__init__(**given)
+        self._artifacts = _Filling()
+
+
+class _Filling(Artifacts):
+    def begin(self, bucket, key, expected, begin):
+        try:
+            return super().begin(bucket, key, expected, begin)
+        except InvalidFactError:
+            return Upload(bytes(begin))
+
+
+class ReadsFromTheStart(MemoryBoundary):
+    """Wherever one begins, all of an artifact comes."""
+
+    def get_object(self, bucket, key, *, begin=0):
+        return super().get_object(bucket, key)
+
+
+class ForgetsWhen(MemoryBoundary):
+    """Any moment is the end of the line."""
+
+    def cursor_at(self, pair, unix_ms):
+        return self.end_of(pair)
+
+
+class LeavesTheWaitingOut(MemoryBoundary):
+    """Pairs without facts are not told of, although somebody waits for some."""
+
+    def survey(self):
+        return [state for state in super().survey() if state.last]
+
+
+class CountsFromTheStart(MemoryBoundary):
+    """Everybody is as far behind as the line is long."""
+
+    def survey(self):
+        return [
+            replace(
+                state,
+                readers={
+                    reader: behind._replace(facts=state.last - state.first + 1, bytes=state.bytes)
+                    for reader, behind in state.readers.items()
+                },
+            )
+            for state in super().survey()
+        ]
+
+
+class RemembersTheRetired(MemoryBoundary):
+    """A reader that was retired is there as before."""
+
+    def retire_reader(self, reader, pair, *, by=""):
+        return (reader, pair) in self._readers

@@ -57,6 +57,8 @@ FAILS = {
     },
     broken.KeepsHalves: {
         "an_upload_that_breaks_off_leaves_nothing",
+        "an_upload_goes_on_after_a_break",
+        "nobody_goes_on_where_nothing_came",
     },
     broken.RemovesArtifacts: {
         "retention_spares_what_a_retained_fact_names",
@@ -69,12 +71,15 @@ FAILS = {
         "damage_is_found_when_it_is_read",
     },
     broken.DropsUnconfirmed: {
+        "a_survey_says_how_far_everybody_is",
         "nothing_is_dropped_that_a_reader_has_not_confirmed",
     },
     broken.DropsTheUnread: {
         "nothing_is_dropped_that_a_reader_has_not_confirmed",
     },
     broken.ConfirmsByFetching: {
+        "a_moment_is_a_place_in_the_line",
+        "a_survey_says_how_far_everybody_is",
         "a_reader_goes_on_where_he_confirmed",
         "a_receipt_is_for_what_was_there",
         "readers_have_cursors_of_their_own",
@@ -106,6 +111,7 @@ FAILS = {
         "only_what_survives_a_power_loss_is_strict",
     },
     broken.ChangesTheText: {
+        "a_survey_says_how_far_everybody_is",
         "what_is_fetched_is_what_was_appended",
     },
     broken.CannotBeAsked: {
@@ -148,6 +154,38 @@ FAILS = {
     },
     broken.TrustsNames: {
         "no_name_leads_out_of_its_bucket",
+    },
+    broken.ExpectsNothing: {
+        "what_was_not_expected_is_not_kept",
+    },
+    broken.ForgetsUploads: {
+        "an_upload_goes_on_after_a_break",
+        "nobody_goes_on_where_nothing_came",
+    },
+    broken.MixesUploads: {
+        "an_upload_goes_on_after_a_break",
+    },
+    broken.PromisesTooMuch: {
+        "an_upload_goes_on_after_a_break",
+    },
+    broken.GoesOnAnywhere: {
+        "nobody_goes_on_where_nothing_came",
+    },
+    broken.ReadsFromTheStart: {
+        "an_artifact_is_read_from_any_byte",
+    },
+    broken.ForgetsWhen: {
+        "a_moment_is_a_place_in_the_line",
+    },
+    broken.LeavesTheWaitingOut: {
+        "a_survey_says_how_far_everybody_is",
+    },
+    broken.CountsFromTheStart: {
+        "a_survey_says_how_far_everybody_is",
+    },
+    broken.RemembersTheRetired: {
+        "nothing_is_dropped_that_a_reader_has_not_confirmed",
+        "a_retired_reader_is_forgotten",
     },
 }
 

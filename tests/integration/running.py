@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from threading import Thread
 from typing import Self
@@ -71,16 +72,16 @@ def policy(drain=0.4, streaming=True, concurrency=1, retry=None, **loop):
 
 
 class Running:
-    """One process of ``ergon run app:task`` in *folder*."""
+    """One process of ``ergon run app:task`` in *folder*, or of another command."""
 
-    def __init__(self, folder: Path, source: str, *options: str) -> None:
+    def __init__(self, folder: Path, source: str, *options: str, command: Sequence[str] = ("run", "app:task")) -> None:
         (folder / "noted.py").write_text(NOTED, encoding="utf-8")
         (folder / "app.py").write_text(f"from noted import *\n{source}", encoding="utf-8")
         self._notes = folder / "notes"
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.said: list[str] = []
         self._process = subprocess.Popen(
-            [*ERGON, "run", "app:task", *options],
+            [*ERGON, *command, *options],
             cwd=folder,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -54,7 +54,8 @@ class Shop:
         os.environ.update(env)
         self.tasks = importlib.import_module("tests.integration.celery_app")
         command = [sys.executable, "-m", "celery", "-A", "tests.integration.celery_app", "worker", "-c", "1"]
-        command += ["-l", "INFO", "--without-gossip", "--without-mingle", "--without-heartbeat"]
+        # A name of its own: a second worker of one name cannot have its queue for commands, and dies of it.
+        command += ["-n", f"{self.run}@%h", "-l", "INFO", "--without-gossip", "--without-mingle", "--without-heartbeat"]
         with self._log.open("wb") as log:
             self.worker = subprocess.Popen(
                 command,

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ergon_framework.facts.identity import WHOLE, canonical, digest, number, parse
+from ergon_framework.facts.identity import WHOLE, canonical, canonical_parsed, digest, number, parse
 
 TEXTS = st.text(st.characters(exclude_categories=("Cs",)), max_size=20)
 FLOATS = st.floats(allow_nan=False, allow_infinity=False)
@@ -45,6 +45,21 @@ def numerically(value):
 def test_the_order_of_keys_and_the_blanks_change_nothing(value, random):
     text = json.dumps(shuffled(value, random), indent=1)
     assert canonical(parse(text)) == canonical(value)
+
+
+#: Where the library's encoder and RFC 8785 part: astral keys, halves of pairs, powers of ten, fractions of nothing.
+MOODY = st.sampled_from(["\U0001f600", "\ufb33", "€", "e-5", "10.0", "1.0,", "é", "\x7f", "/", '"', "\\", "\u2028"])
+MOODS = st.recursive(
+    LEAVES | MOODY | st.sampled_from([0.0, -0.0, 1.0, 1e15, 1e16, 1e21, 1e-5, 1e-7, 10.05, -3.0]),
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(TEXTS | MOODY, inner, max_size=5),
+)
+
+
+@pytest.mark.spec("FAC-03")
+@given(MOODS, st.booleans())
+def test_the_short_way_of_writing_ends_where_the_long_one_does(value, escaped):
+    read = parse(json.dumps(value, ensure_ascii=escaped))
+    assert canonical_parsed(read) == canonical(read)
 
 
 @pytest.mark.spec("FAC-03")

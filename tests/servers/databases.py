@@ -76,6 +76,8 @@ class Databases:
             return
         with psycopg.connect(dsn, autocommit=True) as connection:
             tables = [table for (table,) in connection.execute(_TABLES)]
+            # Whatever refers to what: all of it goes.
+            connection.execute("set session_replication_role = replica")
             connection.execute("; ".join(f"delete from {table}" for table in tables))
         self._spare.append(dsn)
 

@@ -10,8 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests.servers.databases import Databases
+from tests.servers.nats import PrivateNats
 from tests.servers.postgres import PrivatePostgres
 from tests.servers.rabbitmq import RUNNING, PrivateRabbitMQ, answers
+from tests.servers.redis import PrivateRedis
+from tests.servers.seaweed import ACCESS, PrivateSeaweed
 
 
 @pytest.fixture(scope="session")
@@ -99,6 +102,81 @@ def new_rabbitmq() -> Iterator[Callable[[], PrivateRabbitMQ]]:
 
     def make() -> PrivateRabbitMQ:
         server = PrivateRabbitMQ(tempfile.mkdtemp(prefix="ergon-rabbitmq-"))
+        servers.append(server)
+        server.start()
+        return server
+
+    try:
+        yield make
+    finally:
+        for server in servers:
+            server.kill()
+            shutil.rmtree(server.folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def running_seaweed() -> Iterator[PrivateSeaweed]:
+    """A running server with an S3 gateway that this test process shares among its tests."""
+    folder = Path(tempfile.mkdtemp(prefix="ergon-seaweed-"))
+    server = PrivateSeaweed(folder)
+    try:
+        server.start()
+        for bucket in ("exam", "artifacts"):
+            server.make_bucket(bucket)
+        yield server
+    finally:
+        server.kill()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def seaweed(running_seaweed: PrivateSeaweed, monkeypatch: pytest.MonkeyPatch) -> PrivateSeaweed:
+    """That server, with credentials for it in the environment."""
+    for name, value in ACCESS.items():
+        monkeypatch.setenv(name, value)
+    return running_seaweed
+
+
+@pytest.fixture(scope="session")
+def nats_server() -> Iterator[PrivateNats]:
+    """A running NATS server that this test process shares among its tests; each has queues of its own names."""
+    folder = Path(tempfile.mkdtemp(prefix="ergon-nats-"))
+    server = PrivateNats(folder)
+    try:
+        server.start()
+        yield server
+    finally:
+        server.kill()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def new_nats() -> Iterator[Callable[..., PrivateNats]]:
+    """Makes running NATS servers for one test, to be treated badly; the arguments are those of PrivateNats."""
+    servers: list[PrivateNats] = []
+
+    def make(**options: object) -> PrivateNats:
+        server = PrivateNats(tempfile.mkdtemp(prefix="ergon-nats-"), **options)
+        servers.append(server)
+        server.start()
+        return server
+
+    try:
+        yield make
+    finally:
+        for server in servers:
+            server.mend()
+            server.kill()
+            shutil.rmtree(server.folder, ignore_errors=True)
+
+
+@pytest.fixture
+def new_redis() -> Iterator[Callable[[], PrivateRedis]]:
+    """Makes running servers for one test, which may name its keys as it likes."""
+    servers: list[PrivateRedis] = []
+
+    def make() -> PrivateRedis:
+        server = PrivateRedis(tempfile.mkdtemp(prefix="ergon-redis-"))
         servers.append(server)
         server.start()
         return server

@@ -1,4 +1,4 @@
-"""PrivateRabbitMQ: a RabbitMQ server of a test's own, which may be stopped and killed."""
+"""PrivateRabbitMQ: a RabbitMQ server of a test's own, which may be stopped, killed and cut off."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import amqp
 
+from tests.servers.packets import PacketDrop
 from tests.servers.postgres import free_port
 
 _PATIENCE = 90.0
@@ -64,6 +65,7 @@ class PrivateRabbitMQ:
         self._script = find_binaries() / "rabbitmq-server"
         self._process: subprocess.Popen[bytes] | None = None
         self._epmd: subprocess.Popen[bytes] | None = None
+        self._line = PacketDrop(self.port)
         self._log = self.folder / "server.log"
         self._env = {
             **os.environ,
@@ -79,6 +81,8 @@ class PrivateRabbitMQ:
             "RABBITMQ_ENABLED_PLUGINS_FILE": str(self.folder / "plugins"),
             "RABBITMQ_CONFIG_FILE": str(self.folder / "none"),
             "RABBITMQ_CONF_ENV_FILE": str(self.folder / "none.conf"),
+            # Idle schedulers that spin take the processor from the tests.
+            "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": "+sbwt none +sbwtdcpu none +sbwtdio none +S 2:2",
         }
 
     @property
@@ -90,7 +94,9 @@ class PrivateRabbitMQ:
         return self._log.read_text(encoding="utf-8", errors="replace") if self._log.exists() else ""
 
     def start(self) -> None:
-        """Start it, and wait until it answers."""
+        """Start it, unless it runs, and wait until it answers."""
+        if self._process is not None and self._process.poll() is None:
+            return
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "plugins").write_text("[].", encoding="ascii")
         self._start_epmd()
@@ -117,6 +123,22 @@ class PrivateRabbitMQ:
             self._epmd.kill()
             self._epmd.wait(_PATIENCE)
             self._epmd = None
+
+    def cut(self) -> None:
+        """Drop every packet from and to the server; connections stay open and hear nothing."""
+        self._line.cut()
+
+    def mend(self) -> None:
+        """Undo ``cut``."""
+        self._line.mend()
+
+    def control(self, *words: str) -> str:
+        """What ``rabbitmqctl`` says; it takes a second or two."""
+        command = [str(self._script.with_name("rabbitmqctl")), "-q", "-n", self._env["RABBITMQ_NODENAME"], *words]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=self._env, timeout=_PATIENCE)
+        if done.returncode != 0:
+            raise RabbitMQServerError(f"rabbitmqctl {words[0]} failed: {done.stderr[-500:]}")
+        return done.stdout
 
     def restart(self, *, crash: bool = False) -> None:
         """Stop it, or crash it, and start it again with what it kept."""

@@ -62,10 +62,10 @@ class Troubled(MemoryBoundary):
     def get_fact(self, from_zone, message_id):
         return self._met("get", message_id, lambda: super(Troubled, self).get_fact(from_zone, message_id))
 
-    def put_object(self, bucket, key, blob):
+    def put_object(self, bucket, key, blob, **how):
         content = b"".join(blob)
         return self._met(
-            "put", (bucket, key, content), lambda: super(Troubled, self).put_object(bucket, key, [content])
+            "put", (bucket, key, content), lambda: super(Troubled, self).put_object(bucket, key, [content], **how)
         )
 
 

@@ -2,22 +2,41 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Final
 
 import typer
+from typer.core import TyperGroup
+from typer.main import get_command, get_group
 
-from ergon_framework.cli.db import db
-from ergon_framework.cli.dlq import dlq
-from ergon_framework.cli.executor import executor
-from ergon_framework.cli.job import job
-from ergon_framework.cli.provider import provider
 from ergon_framework.cli.run import LogLevel, Options, run_task
 from ergon_framework.runner.settings import PROCESSES
 
+#: Groups of commands, each in the module of its name.
+GROUPS: Final = ("policy", "dlq", "db", "provider", "executor", "job", "facts")
+#: Commands that are in modules of their names.
+SINGLE: Final = ("why",)
+LATER: Final = (*SINGLE, *GROUPS)
+
+
+class Commands(TyperGroup):
+    """All commands; most are imported when they are asked for, because a worker starts without any of them."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*(name for name in super().list_commands(ctx) if name not in LATER), *LATER]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name in LATER and cmd_name not in self.commands:
+            made = getattr(import_module(f"ergon_framework.cli.{cmd_name}"), cmd_name)
+            self.add_command(get_group(made) if cmd_name in GROUPS else get_command(made), cmd_name)
+        return super().get_command(ctx, cmd_name)
+
+
 app = typer.Typer(
     name="ergon",
+    cls=Commands,
     help="Runs business transactions between systems.",
     no_args_is_help=True,
     add_completion=False,
@@ -25,13 +44,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-
-app.add_typer(dlq, name="dlq")
-app.add_typer(db, name="db")
-app.add_typer(provider, name="provider")
-app.add_typer(executor, name="executor")
-app.add_typer(job, name="job")
 
 
 def _version(wanted: bool) -> None:  # noqa: FBT001 - typer calls it with the flag

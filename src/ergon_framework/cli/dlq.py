@@ -18,7 +18,11 @@ dlq = typer.Typer(
 )
 
 Where = Annotated[
-    str, typer.Argument(metavar="MODULE:NAME", help="Where the connector is, or a task that has it, as app:orders.")
+    str,
+    typer.Argument(
+        metavar="MODULE:NAME",
+        help="Where the connector is, or a task that has it, as app:orders; or just the name of a queue of ergon.toml.",
+    ),
 ]
 Payload = Annotated[bool, typer.Option("--payload", help="Show payloads and headers too; they may be confidential.")]
 All = Annotated[bool, typer.Option("--all", help="Every dead letter there is, in place of filters.")]

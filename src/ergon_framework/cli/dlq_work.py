@@ -281,7 +281,7 @@ def _with(where: str, work: Callable[[Connector], DlqExit]) -> DlqExit:
     configure("WARNING")
     search_here()
     try:
-        with _opened(where) as connector:
+        with opened(where) as connector:
             return work(connector)
     except ConfigurationError as error:
         _say(text(error))
@@ -292,7 +292,8 @@ def _with(where: str, work: Callable[[Connector], DlqExit]) -> DlqExit:
 
 
 @contextmanager
-def _opened(where: str) -> Iterator[Connector]:
+def opened(where: str) -> Iterator[Connector]:
+    """The connector that *where* names, to be asked and not to be consumed from."""
     connector = as_sync(load_connector(where))
     # Opening a log takes its partitions over from the consumers that run.
     if connector.capabilities.mode == "queue":

@@ -18,6 +18,7 @@ import typer
 from ergon_framework.cli.logs import configure
 from ergon_framework.cli.summary import as_line, show, show_all, summed
 from ergon_framework.errors import ConfigurationError, ErgonError
+from ergon_framework.runner import queues
 from ergon_framework.runner.exits import Exit
 from ergon_framework.runner.health import STARTING, Health
 from ergon_framework.runner.leaving import flush, guard, leave
@@ -81,8 +82,9 @@ def run_task(options: Options, *, as_json: bool) -> int:
 
 
 def prepare(options: Options, found: Settings) -> None:
-    """Have logs go where they belong, and modules be found where people expect them."""
+    """Have logs go where they belong, and queues and modules be found where people expect them."""
     configure((options.log_level or found.logging.level).upper(), found.logging.format)
+    queues.use(found)
     # A console script finds its own folder there; people expect theirs, as with python -m.
     sys.path.insert(0, str(Path.cwd()))
 
@@ -90,6 +92,9 @@ def prepare(options: Options, found: Settings) -> None:
 def load(options: Options, found: Settings) -> tuple[Runnable, ConsumerPolicy]:
     """The task, and the policy that it is to obey."""
     task = load_task(options.task)
+    if isinstance(task.connector, queues.NamedQueue):
+        # A queue that nobody can find is a mistake of the settings, told before anything has begun.
+        _ = task.connector.connector
     if options.policy is None:
         own = task.policy if isinstance(task.policy, ConsumerPolicy) else ConsumerPolicy()
         policy = found.policy(task.name, own)

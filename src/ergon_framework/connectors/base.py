@@ -142,6 +142,10 @@ class Capabilities:
     #: An id is taken once and for ever: dispatching it again adds nothing.
     once_per_id: bool = False
     max_payload: int | None = None
+    #: Seconds after which the broker ends a claim although its holder lives, where nobody can renew it; else None.
+    deadline: float | None = None
+    #: A dead letter is replayed in one step; otherwise a crash in the middle may leave it in both places.
+    replays_at_once: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,8 +271,9 @@ class Connector(_Described):
         """Put dead letters back into their queue: the same id and correlation, nothing counted against them.
 
         One result each, in order; one that fails spoils no other. Each is moved in one step of the
-        broker: a crash at any moment finds it in one of the two, never in both or in none. Where a
-        log keeps its dead letters in another system's side store, a crash may leave it in both.
+        broker: a crash at any moment finds it in one of the two, never in both or in none. Where the
+        broker has no such step (``replays_at_once`` is false), or a log keeps its dead letters in
+        another system's side store, a crash may leave it in both, never in none.
         """
         raise self._keeps_none()
 

@@ -8,12 +8,13 @@ nobody knows whether it was done, and the same call may be made again.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeAlias
 
-from ergon_framework.facts.errors import FactError
+from ergon_framework.facts.errors import FactError, NotOffered
 from ergon_framework.facts.model import (
+    Buffer,
     Cursor,
     Envelope,
     Fact,
@@ -55,6 +56,41 @@ class Pruned(NamedTuple):
 
     facts: int
     artifacts: int
+
+
+class Behind(NamedTuple):
+    """What a reader has not confirmed yet."""
+
+    #: The last offset that he has confirmed.
+    offset: int
+    facts: int
+    #: Of their objects as JSON text, in UTF-8.
+    bytes: int
+    #: When the first of them was stored; None if there is none.
+    since_unix_ms: int | None
+
+
+class KnownObject(NamedTuple):
+    """What a store knows of an artifact without reading it."""
+
+    stored: Stored
+    #: The pairs of zones of the retained facts that name it: who may read one of these may read it.
+    named_by: frozenset[Pair]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogState:
+    """The facts of one pair of zones as a store has them."""
+
+    pair: Pair
+    buffer: Buffer
+    epoch: str
+    #: The offset of the first fact that is retained, and the last that was given: first is last + 1 when none is.
+    first: int
+    last: int
+    #: Of the retained facts' objects.
+    bytes: int
+    readers: Mapping[str, Behind] = field(default_factory=dict)
 
 
 class _Described(ABC):
@@ -126,22 +162,67 @@ class Boundary(_Described):
         """The last offset that was given for *pair*, and in which epoch; None if there never was a fact."""
 
     @abstractmethod
-    def retire_reader(self, reader: str, pair: Pair) -> bool:
-        """Forget *reader*, so that he holds up nothing any more; False if there was none."""
+    def cursor_at(self, pair: Pair, unix_ms: int) -> Cursor | None:
+        """The last retained fact that was stored before that moment: fetching *after* it replays from then on.
+
+        When the first that is retained was stored later, it is the cursor before that one; None if there
+        never was a fact.
+        """
+
+    @abstractmethod
+    def retire_reader(self, reader: str, pair: Pair, *, by: str = "") -> bool:
+        """Forget *reader*, so that he holds up nothing any more; False if there was none.
+
+        *by* is the operator; a store that lasts keeps who did it and when.
+        """
+
+    def adopt_epoch(self, pair: Pair, cursor: Cursor, *, by: str) -> None:  # noqa: ARG002 - one that forwards nothing
+        """Have the forward buffer of *pair*, which ends at *cursor*, go on in the epoch of *cursor*.
+
+        An operator says so where the origin has another epoch, after he has seen that both have the same facts up to
+        there. An end elsewhere is OffsetAhead, and nothing is changed. *by* is the operator.
+        """
+        raise NotOffered("this boundary takes over no epoch; it is done where the forward buffer is")
+
+    @abstractmethod
+    def survey(self) -> Sequence[LogState]:
+        """All pairs of zones that have facts here or readers waiting for some, and how far these have come."""
 
     # -- artifacts ------------------------------------------------------------------------------------
 
     @abstractmethod
-    def put_object(self, bucket: str, key: str, blob: Iterable[bytes]) -> Stored:
+    def put_object(
+        self, bucket: str, key: str, blob: Iterable[bytes], *, expected: Stored | None = None, begin: int = 0
+    ) -> Stored:
         """Store what *blob* yields, for ever; returns when it is durable.
 
         The same bytes again are answered as the first time; others are an ArtifactConflict. If *blob*
-        raises, nothing of it can be read.
+        raises, nothing of it can be read. Bytes that are not *expected* are ArtifactMismatch, and nothing
+        is kept of them. Whoever says what he expects can go on after a break: *blob* then yields the bytes
+        from *begin* on, which is at most what ``received`` says.
         """
 
+    def received(self, bucket: str, key: str, expected: Stored) -> int:  # noqa: ARG002 - one without a memory for it
+        """How many bytes of that upload are here and need not be sent again; all of them if it is stored."""
+        return 0
+
     @abstractmethod
-    def get_object(self, bucket: str, key: str) -> Iterator[bytes]:
-        """The artifact, piece by piece; damage is found by its digest at the end, and raised there."""
+    def get_object(self, bucket: str, key: str, *, begin: int = 0) -> Iterator[bytes]:
+        """The artifact, piece by piece; damage is found by its digest at the end, and raised there.
+
+        With *begin* it comes from that byte on, and its digest is for the caller to check.
+        """
+
+    def known_object(self, bucket: str, key: str) -> KnownObject | None:  # noqa: ARG002 - one that cannot tell
+        """By what that artifact is recognised and who names it; None if it is not here, or if the store cannot tell.
+
+        A service asks it before it lets another zone read an artifact: to None nobody from outside is let.
+        """
+        return None
+
+    def artifact_bytes(self) -> int | None:
+        """Bytes of all artifacts that are here, each content once: they share a limit with facts. None if unknown."""
+        return None
 
     # -- retention ------------------------------------------------------------------------------------
 
@@ -183,13 +264,39 @@ class AsyncBoundary(_Described):
     async def end_of_async(self, pair: Pair) -> Cursor | None: ...
 
     @abstractmethod
-    async def retire_reader_async(self, reader: str, pair: Pair) -> bool: ...
+    async def cursor_at_async(self, pair: Pair, unix_ms: int) -> Cursor | None: ...
 
     @abstractmethod
-    async def put_object_async(self, bucket: str, key: str, blob: Iterable[bytes] | AsyncIterable[bytes]) -> Stored: ...
+    async def retire_reader_async(self, reader: str, pair: Pair, *, by: str = "") -> bool: ...
+
+    async def adopt_epoch_async(self, pair: Pair, cursor: Cursor, *, by: str) -> None:  # noqa: ARG002 - as above
+        raise NotOffered("this boundary takes over no epoch; it is done where the forward buffer is")
 
     @abstractmethod
-    def get_object_async(self, bucket: str, key: str) -> AsyncIterator[bytes]: ...
+    async def survey_async(self) -> Sequence[LogState]: ...
+
+    @abstractmethod
+    async def put_object_async(
+        self,
+        bucket: str,
+        key: str,
+        blob: Iterable[bytes] | AsyncIterable[bytes],
+        *,
+        expected: Stored | None = None,
+        begin: int = 0,
+    ) -> Stored: ...
+
+    async def received_async(self, bucket: str, key: str, expected: Stored) -> int:  # noqa: ARG002 - as above
+        return 0
+
+    @abstractmethod
+    def get_object_async(self, bucket: str, key: str, *, begin: int = 0) -> AsyncIterator[bytes]: ...
+
+    async def known_object_async(self, bucket: str, key: str) -> KnownObject | None:  # noqa: ARG002 - as above
+        return None
+
+    async def artifact_bytes_async(self) -> int | None:
+        return None
 
     @abstractmethod
     async def prune_async(self, before_unix_ms: int) -> Pruned: ...

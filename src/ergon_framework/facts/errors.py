@@ -42,6 +42,18 @@ class ArtifactConflict(FactError):
     code = "artifact_conflict"
 
 
+class ArtifactMismatch(FactError):
+    """What was uploaded is not what it was said to be, and nothing is kept of it: send all of it again."""
+
+    code = "artifact_mismatch"
+
+
+class UploadLost(FactError):
+    """Somebody else has gone on with the upload, or it lay too long: ask what was received, and go on from there."""
+
+    code = "upload_lost"
+
+
 class ArtifactRefused(FactError):
     """A fact names an artifact that is not there, or is another: store the artifact first."""
 
@@ -113,3 +125,23 @@ class PublishError(FactError):
 
     final = True
     code = "unpublished"
+
+
+class AccessDenied(FactError):
+    """The caller's certificate does not allow it, and nothing was done: it takes another one, or other zones."""
+
+    final = True
+    code = "access_denied"
+
+
+class NotOffered(FactError):
+    """It is done where the store is, and nobody can ask for it over the line."""
+
+    final = True
+    code = "not_offered"
+
+
+class ServiceFailed(FactError):
+    """The service met an error of its own. Nobody knows whether it was done; the same call may be made again."""
+
+    code = "service_failed"

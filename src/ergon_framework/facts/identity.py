@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import uuid
 from collections.abc import Callable, Iterable
 from datetime import UTC, date, datetime
@@ -17,6 +18,7 @@ from ergon_framework.facts.errors import InvalidFactError
 
 #: The whole numbers that every reader of JSON understands alike are those up to this one, on both sides of zero.
 WHOLE: Final = 2**53
+_LITERAL: Final = len(str(-WHOLE))
 #: How deep values may be nested.
 DEPTH: Final = 64
 
@@ -47,12 +49,12 @@ def parse(text: str) -> Any:
 
 def _whole(literal: str) -> int:
     # Looked at before it is converted: converting a million digits takes for ever.
-    if len(literal) > len(str(WHOLE)) + 1 or abs(int(literal)) > WHOLE:
-        raise InvalidFactError(
-            f"{literal[:_SHOWN]} is a whole number beyond ±2^53, which readers of JSON understand differently; "
-            "send it as text"
-        )
-    return int(literal)
+    if len(literal) <= _LITERAL and -WHOLE <= (value := int(literal)) <= WHOLE:
+        return value
+    raise InvalidFactError(
+        f"{literal[:_SHOWN]} is a whole number beyond ±2^53, which readers of JSON understand differently; "
+        "send it as text"
+    )
 
 
 def _exact(value: int) -> str:
@@ -105,16 +107,49 @@ def canonical(value: Any) -> str:
     return "".join(parts)
 
 
+def canonical_parsed(value: Any) -> str:
+    """The same for a value that ``parse`` has made.
+
+    Such a one holds nothing but plain values, and the library's encoder, which is faster, mostly writes them as RFC
+    8785 has them. Whether it has is seen by what it has written; where that is in doubt, it is written anew.
+    """
+    try:
+        written = _ENCODER.encode(value)
+    except RecursionError:
+        return canonical(value)
+    return written if _is_beyond_doubt(written) else canonical(value)
+
+
+def _is_beyond_doubt(written: str) -> bool:
+    """Whether *written* is canonical for certain: all that the encoder does differently leaves a trace in it."""
+    if written.count("{") + written.count("[") > DEPTH:
+        return False
+    if not written.isascii():
+        # Keys are ordered by characters here, which are code units as long as each of them is one.
+        try:
+            if len(written.encode("utf-16-le")) != 2 * len(written):
+                return False
+        except UnicodeEncodeError:
+            return False
+    # Numbers of common size are written alike, except those whose fraction is nothing.
+    return not (".0" in written or "e+" in written or "e-" in written) or _ODD(written) is None
+
+
+_ENCODER: Final = json.JSONEncoder(
+    ensure_ascii=False, check_circular=False, allow_nan=False, sort_keys=True, separators=(",", ":")
+)
+_ODD: Final = re.compile(r"\.0(?![0-9])|[0-9]e[+-]").search
+
 _WORDS: Final = {None: "null", True: "true", False: "false"}
 
 
 def _write(value: Any, put: Callable[[str], None], depth: int) -> None:
     if depth > DEPTH:
         raise InvalidFactError(f"the value is nested deeper than {DEPTH} levels; make it flatter")
-    if value is None or value is True or value is False:
-        put(_WORDS[value])
-    elif isinstance(value, str):
+    if isinstance(value, str):
         put(_quoted(value))
+    elif value is None or value is True or value is False:
+        put(_WORDS[value])
     elif isinstance(value, int):
         put(_exact(value))
     elif isinstance(value, float):
@@ -148,11 +183,13 @@ def _write_object(value: dict[Any, Any], put: Callable[[str], None], depth: int)
 
 
 def _ordered(keys: Iterable[Any]) -> list[str]:
+    plain = True
     for key in keys:
         if not isinstance(key, str):
             raise InvalidFactError(f"the keys of a JSON object are texts, and {key!r:.40} is a {type(key).__name__}")
+        plain = plain and key.isascii()
     # By code units, not by characters: U+1F600 is a pair that begins with D83D, and so comes before U+FB33.
-    return sorted(keys, key=_units)
+    return sorted(keys) if plain else sorted(keys, key=_units)
 
 
 def _units(text: str) -> bytes:
@@ -163,19 +200,21 @@ def _units(text: str) -> bytes:
 
 
 def _quoted(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise _half(text) from None
-    return _ENCODER.encode(text)
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise _half(text) from None
+    return _quote(text)
 
 
 def _half(text: str) -> InvalidFactError:
     return InvalidFactError(f"{text!r:.40} holds half of a surrogate pair, which is no character; repair the text")
 
 
-# With ensure_ascii off it escapes what RFC 8785 has escaped, as it has it escaped, and nothing else.
-_ENCODER: Final = json.JSONEncoder(ensure_ascii=False)
+# What JSONEncoder writes texts with when ensure_ascii is off: it escapes what RFC 8785 has escaped, as it has it
+# escaped, and nothing else.
+_quote: Final = json.encoder.encode_basestring
 
 
 def number(value: float) -> str:
@@ -186,7 +225,11 @@ def number(value: float) -> str:
     """
     if value == 0:
         return "0"
-    # Both write the fewest digits that mean this very number; they only place the point differently.
+    # Both write the fewest digits that mean this very number; they only place the point differently, and for numbers
+    # of common size not even that.
+    written = float.__repr__(value)
+    if written[-1].isdigit() and "e" not in written:
+        return written.removesuffix(".0")
     digits, point = _digits(float.__repr__(abs(value)))
     return ("-" if value < 0 else "") + _placed(digits, point)
 
@@ -223,17 +266,22 @@ def digest(*, from_zone: str, to_zone: str, subject: str, predicate: str, object
     When it was produced, its labels and its correlation are no part of it: they may differ when a
     handler runs again.
     """
-    stated = {
-        "from_zone": from_zone,
-        "to_zone": to_zone,
-        "subject": subject,
-        "predicate": predicate,
-        "object": parse(object_json),
-    }
-    parts: list[str] = []
-    # One level higher, so that an object may be as deep here as it may be by itself.
-    _write(stated, parts.append, -1)
-    return f"sha256:{hashlib.sha256(''.join(parts).encode()).hexdigest()}"
+    return digest_written(
+        from_zone=from_zone,
+        to_zone=to_zone,
+        subject=subject,
+        predicate=predicate,
+        written=canonical_parsed(parse(object_json)),
+    )
+
+
+def digest_written(*, from_zone: str, to_zone: str, subject: str, predicate: str, written: str) -> str:
+    """The same for an object that is in canonical form already, which is most of the work."""
+    stated = (
+        f'{{"from_zone":{_quoted(from_zone)},"object":{written},"predicate":{_quoted(predicate)},'
+        f'"subject":{_quoted(subject)},"to_zone":{_quoted(to_zone)}}}'
+    )
+    return f"sha256:{hashlib.sha256(stated.encode()).hexdigest()}"
 
 
 # -- ids ------------------------------------------------------------------------------------------------

@@ -11,12 +11,11 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, Self
 
 from ergon_framework.facts.errors import InvalidFactError
-from ergon_framework.facts.identity import canonical, digest, parse
+from ergon_framework.facts.identity import canonical, canonical_parsed, digest_written, parse
 
 #: The longest of each, in characters; of JSON in bytes.
 MESSAGE_ID: Final = 256
@@ -29,6 +28,7 @@ CORRELATION: Final = 256
 LABELS: Final = 32
 LABEL_NAME: Final = 128
 LABEL_VALUE: Final = 16_384
+READER: Final = 256
 BUCKET: Final = 63
 KEY: Final = 1024
 MEDIA_TYPE: Final = 256
@@ -154,13 +154,15 @@ class Fact:
         _check_text("predicate", self.predicate, PREDICATE)
         if not isinstance(self.object_json, str):
             raise InvalidFactError(f"object_json is JSON as text, not {type(self.object_json).__name__}; see Fact.of")
-        if len(self.object_json) > OBJECT_JSON or len(self.object_json.encode(errors="replace")) > OBJECT_JSON:
+        # A character has at most four bytes: most texts need not be encoded to be known to be short enough.
+        longest = 4 * len(self.object_json)
+        if longest > OBJECT_JSON and len(self.object_json.encode(errors="replace")) > OBJECT_JSON:
             raise InvalidFactError(
                 f"object_json has more than {OBJECT_JSON:,} bytes; store an artifact, and refer to it in the fact"
             )
         # Whatever has no canonical form has no digest, and could never be compared. Made once, and kept.
-        self._canonical  # noqa: B018 - it is the check
-        self.artifact  # noqa: B018 - as above
+        value = parse(self.object_json)
+        self.__dict__.update(_written=canonical_parsed(value), _named=reference(value))
 
     @classmethod
     def of(cls, subject: str, predicate: str, object: Any = None) -> Self:  # noqa: A002 - the document's word
@@ -174,28 +176,26 @@ class Fact:
         """The object as a plain value; each time a new one, which its reader may change."""
         return parse(self.object_json)
 
-    @cached_property
+    @property
     def artifact(self) -> ArtifactReference | None:
         """What it refers to, if its object is a reference."""
-        return reference(self._parsed)
+        named: ArtifactReference | None = self.__dict__["_named"]
+        return named
 
-    @cached_property
-    def _parsed(self) -> Any:
-        return parse(self.object_json)
-
-    @cached_property
+    @property
     def _canonical(self) -> str:
-        return canonical(self._parsed)
+        written: str = self.__dict__["_written"]
+        return written
 
 
 def digest_of(envelope: Envelope, fact: Fact) -> str:
     """What two appends with one id must have in common."""
-    return digest(
+    return digest_written(
         from_zone=envelope.from_zone,
         to_zone=envelope.to_zone,
         subject=fact.subject,
         predicate=fact.predicate,
-        object_json=fact.object_json,
+        written=fact._canonical,  # noqa: SLF001 - fact and digest are one thing
     )
 
 
@@ -222,12 +222,7 @@ class ArtifactReference:
 
     def __post_init__(self) -> None:
         check_place(self.bucket, self.key)
-        given: Any = self.digest
-        if not isinstance(given, str) or not _DIGEST(given):
-            raise InvalidFactError(f"a digest is 'sha256:' and 64 hexadecimal digits, not {given!r:.40}")
-        size: Any = self.size
-        if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size <= SIZE:
-            raise InvalidFactError(f"the size of an artifact is a whole number of bytes, not {size!r:.40}")
+        check_stored(self.digest, self.size)
         for name, longest in (("media_type", MEDIA_TYPE), ("file_name", FILE_NAME)):
             value = getattr(self, name)
             if value is not None:
@@ -303,6 +298,21 @@ def check_zone(name: str, zone: str) -> None:
     _check_text(name, zone, ZONE)
     if zone != zone.strip():
         raise InvalidFactError(f"{name} is {zone!r}; blanks at the ends are lost on the way, leave them out")
+
+
+def check_reader(reader: str) -> None:
+    """Whether a reader can be called so."""
+    _check_text("the name of a reader", reader, READER)
+
+
+def check_stored(digest: str, size: int) -> None:
+    """Whether an artifact can be recognised by these."""
+    given: Any = digest
+    if not isinstance(given, str) or not _DIGEST(given):
+        raise InvalidFactError(f"a digest is 'sha256:' and 64 hexadecimal digits, not {given!r:.40}")
+    number: Any = size
+    if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number <= SIZE:
+        raise InvalidFactError(f"the size of an artifact is a whole number of bytes, not {number!r:.40}")
 
 
 def check_place(bucket: str, key: str) -> None:

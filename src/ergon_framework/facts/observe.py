@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections import Counter
+from collections.abc import Iterable
 from typing import Final
 
 from ergon_framework.facts.boundary import Appended
@@ -18,7 +20,7 @@ log: Final = logging.getLogger(f"{LIBRARY}.facts")
 
 
 class Tally(Counts):
-    """What is counted of one buffer, from all threads."""
+    """What is counted of one buffer, or of one call of the service, from all threads."""
 
     def __init__(self, buffer: str, *, bound: Bound) -> None:
         super().__init__(buffer, steps=(), everyday=("", ""), bound=bound)
@@ -27,9 +29,9 @@ class Tally(Counts):
     def renew(self) -> None:
         self._lock = threading.Lock()
 
-    def count(self, metric: Metric, value: str) -> None:
+    def count(self, metric: Metric, value: str, amount: int = 1) -> None:
         with self._lock:
-            self.add(metric, value)
+            self.add(metric, value, amount=amount)
 
     def counted(self) -> Numbers:
         with self._lock:
@@ -39,6 +41,13 @@ class Tally(Counts):
 def appended(buffer: Buffer, result: Appended) -> None:
     """A fact was given to *buffer*, and this is what came of it."""
     tally_of(buffer).count(names.FACTS, _outcome(result))
+
+
+def appended_all(buffer: Buffer, results: Iterable[Appended]) -> None:
+    """The same for many, which is cheaper."""
+    tally = tally_of(buffer)
+    for outcome, amount in Counter(map(_outcome, results)).items():
+        tally.count(names.FACTS, outcome, amount)
 
 
 def _outcome(result: Appended) -> str:
@@ -69,10 +78,20 @@ def lost(buffer: Buffer, error: ArtifactLost) -> None:
     logs.say(logging.ERROR, Event.ARTIFACT_LOST, fields, to=log)
 
 
+def epoch_changed(epoch: str) -> None:
+    """The store is not the one that it was: whoever has cursors of before will notice."""
+    logs.say(logging.WARNING, Event.EPOCH_CHANGED, {Field.EPOCH: epoch}, to=log)
+
+
 def _blame(error: FactError) -> str:
     if isinstance(error, FactConflict | ArtifactConflict):
         return "conflict"
     return "full" if isinstance(error, BufferFull) else "refused"
+
+
+def called(method: str, outcome: str) -> None:
+    """A call of the service is over."""
+    _tally(method).count(names.FACT_CALLS, outcome)
 
 
 _lock = threading.Lock()
@@ -81,11 +100,15 @@ _tallies: Final[dict[str, Tally]] = {}
 
 def tally_of(buffer: Buffer) -> Tally:
     """The one tally of all buffers of that name in this process."""
-    found = _tallies.get(buffer)
+    return _tally(buffer.value)
+
+
+def _tally(name: str) -> Tally:
+    found = _tallies.get(name)
     if found is None:
         with _lock:
-            found = _tallies.get(buffer) or registry_of().join(Tally, buffer.value)
-            _tallies[buffer] = found
+            found = _tallies.get(name) or registry_of().join(Tally, name)
+            _tallies[name] = found
     return found
 
 

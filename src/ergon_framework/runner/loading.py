@@ -7,7 +7,7 @@ import json
 import sys
 import tomllib
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
@@ -16,14 +16,23 @@ from typing import Any
 from ergon_framework.connectors.base import AsyncConnector, Connector
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.executor.registry import Registry
+from ergon_framework.facts.replicator import AsyncReplicator, Replicator
+from ergon_framework.facts.room import Room
 from ergon_framework.runner.process import Runnable
+from ergon_framework.runner.queues import queue
 from ergon_framework.task.base import AsyncTask, Task
 from ergon_framework.task.mixins.consumer import AsyncConsumerMixin, ConsumerMixin
 from ergon_framework.task.mixins.policies import ConsumerPolicy
 
 #: What has a connector, or is one.
 _CONNECTED = (Connector, AsyncConnector, Task, AsyncTask)
-_EXAMPLES = {"task": "app:charge", "connector": "app:orders", "registry": "app:registry"}
+_REPLICATING = (Replicator, AsyncReplicator, Room)
+_EXAMPLES = {
+    "task": "app:charge",
+    "connector": "app:orders",
+    "registry": "app:registry",
+    "replicator": "app:replicators",
+}
 _READERS: dict[str, Callable[[str], Any]] = {".toml": tomllib.loads, ".json": json.loads}
 
 
@@ -38,7 +47,12 @@ def load_task(name: str) -> Runnable:
 
 
 def load_connector(name: str) -> Connector | AsyncConnector:
-    """The connector that *name*, written ``module:name``, stands for: itself, or that of a task."""
+    """The connector that *name* stands for: ``module:name``, itself or that of a task, or a queue of the settings."""
+    if ":" not in name:
+        try:
+            return queue(name).connector
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{error} -- or write MODULE:CONNECTOR, for example app:orders") from error
     found = _found(name, "connector", wanted=lambda value: isinstance(value, _CONNECTED))
     connector = found.connector if isinstance(found, Task | AsyncTask) else found
     if isinstance(connector, Connector | AsyncConnector):
@@ -56,6 +70,22 @@ def load_registry(name: str) -> Registry:
         f"{name!r} is no registry but a {type(found).__name__}; handlers are registered with registry = Registry() "
         "and @registry.handler"
     )
+
+
+def load_replicators(name: str) -> Sequence[Replicator | AsyncReplicator | Room]:
+    """The replicators that *name*, written ``module:name``, stands for: one, several, or a function that makes them."""
+    found = _found(name, "replicator", wanted=lambda value: isinstance(value, _REPLICATING))
+    if callable(found) and not isinstance(found, type):
+        found = found()
+    parts = [found] if isinstance(found, _REPLICATING) else found
+    if not isinstance(parts, list | tuple) or not all(isinstance(part, _REPLICATING) for part in parts):
+        raise ConfigurationError(
+            f"{name!r} is no replicator but a {type(found).__name__}; it is a Replicator or AsyncReplicator, a list of "
+            "them, perhaps with a Room, or a function without arguments that makes one of these"
+        )
+    if not any(isinstance(part, Replicator | AsyncReplicator) for part in parts):
+        raise ConfigurationError(f"{name!r} holds no replicator; make one with Replicator(source, destination, pair)")
+    return parts
 
 
 def _found(name: str, kind: str, *, wanted: Callable[[object], bool]) -> Any:
@@ -123,6 +153,8 @@ def _nearest(module: ModuleType, attribute: str, *, kind: str, wanted: Callable[
         return f"its tasks are: {', '.join(there)}" if there else "it holds no task; make one with @consumer(connector)"
     if kind == "registry":
         return f"its registries are: {', '.join(there)}" if there else "it holds no Registry()"
+    if kind == "replicator":
+        return f"its replicators are: {', '.join(there)}" if there else "it holds no Replicator"
     return f"its connectors and tasks are: {', '.join(there)}" if there else "it holds neither a connector nor a task"
 
 

@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, field_validator
 
+from ergon_framework.connectors.schemes import scheme_of
 from ergon_framework.engine import backoff as waiting
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.policy import Count, Policy, Seconds
@@ -92,13 +93,43 @@ class PostgresSettings(Policy):
     )
 
 
+class BrokerSettings(Policy):
+    """The server of queues that are given no address."""
+
+    url: str | None = Field(
+        default=None, repr=False, description="Its address, for queues without one; in the environment only."
+    )
+
+
+class QueueSettings(Policy):
+    """Where one queue is."""
+
+    url: str | None = Field(
+        default=None, repr=False, description="The address of its broker; one with a password is never in a file."
+    )
+    options: Mapping[str, Any] = Field(
+        default_factory=dict, repr=False, description="What its connector is told besides."
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _an_address(cls, value: str | None) -> str | None:
+        if value is not None and not scheme_of(value):
+            raise ValueError("an address begins with a scheme, for example amqp://localhost")
+        return value
+
+
 class Settings(Policy):
     """Everything that can be configured from outside the program."""
 
     run: RunSettings = Field(default=RunSettings(), description="How ergon run runs.")
     tasks: Mapping[str, TaskSettings] = Field(default_factory=dict, description="By the name of the task.")
+    queues: Mapping[str, QueueSettings] = Field(default_factory=dict, description="By the name of the queue.")
     logging: LoggingSettings = Field(default=LoggingSettings(), description="How the command logs.")
     postgres: PostgresSettings = Field(default=PostgresSettings(), description="The database.")
+    rabbitmq: BrokerSettings = Field(default=BrokerSettings(), description="The RabbitMQ server.")
+    nats: BrokerSettings = Field(default=BrokerSettings(), description="The NATS server.")
+    redis: BrokerSettings = Field(default=BrokerSettings(), description="The Redis server.")
     api: ApiSettings = Field(default=ApiSettings(), description="Whose tokens the health API of providers takes.")
 
     def policy(self, task: str, own: ConsumerPolicy) -> ConsumerPolicy:
@@ -116,6 +147,27 @@ class Settings(Policy):
             return policy
         loop = policy.loop.model_copy(update={"drain_timeout": self.run.drain_timeout})
         return policy.model_copy(update={"loop": loop})
+
+    def queue(self, name: str) -> tuple[str, Mapping[str, Any]]:
+        """The address and the options of the queue called *name*; ConfigurationError where nobody says."""
+        # As with tasks; and a variable of the environment has no hyphens.
+        given = [said for known, said in self.queues.items() if _plain(known) == _plain(name)]
+        urls = [said.url for said in given if said.url]
+        if not urls:
+            there = ", ".join(sorted(known for known, said in self.queues.items() if said.url)) or "none"
+            variable = sources.variable(("queues", _plain(name), "url"))
+            raise ConfigurationError(
+                f"nobody says where the queue {name!r} is; write url = … below [queues.{name}] in {sources.NAME}, or "
+                f"set {variable}. Known are: {there}"
+            )
+        options: dict[str, Any] = {}
+        for said in given:
+            options = sources.merged(options, said.options)
+        return urls[-1], options
+
+
+def _plain(name: str) -> str:
+    return name.casefold().replace("-", "_")
 
 
 def settings(path: Path | None = None, environ: Mapping[str, str] | None = None) -> Settings:

@@ -33,6 +33,8 @@ Shapes: TypeAlias = Mapping[tuple[type[Policy], str], type[Policy]]
 
 _KEYWORD = re.compile(r"(?:^|[\s?&;])(?:password|passwd|pwd|sslpassword)\s*=", re.IGNORECASE)
 _ADDRESS = re.compile(r"://[^\s/@:]*:[^\s/@]+@")
+#: A NATS address that names somebody without a password names a token.
+_TOKEN = re.compile(r"^\s*(?:nats|tls|wss?)://[^\s/@:]+@", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,7 @@ def from_file(path: Path, *, needed: bool) -> Given:
     for keys, said in _secrets(tree, ()):
         raise ConfigurationError(
             f"{path}: {'.'.join(keys)} {said}; secrets come from the environment only: take it out of the file and "
-            f"set {_variable(keys)}"
+            f"set {variable(keys)}"
         )
     return Given(tree, str(path))
 
@@ -106,6 +108,8 @@ def _secrets(value: Any, keys: Keys) -> Iterator[tuple[Keys, str]]:
             yield from _secrets(item, keys)
     elif isinstance(value, str) and (_ADDRESS.search(value) or _KEYWORD.search(value)):
         yield keys, "holds a password"
+    elif isinstance(value, str) and _TOKEN.search(value):
+        yield keys, "holds a token"
 
 
 # -- the environment ------------------------------------------------------------------------------
@@ -115,7 +119,7 @@ def from_environment(environ: Mapping[str, str], model: type[Policy], shapes: Sh
     """What the variables ``ERGON_A__B`` say. A name without a double underscore is somebody else's."""
     tree: dict[str, Any] = {}
     variables: dict[Keys, str] = {}
-    slips = {_variable(keys).replace(BETWEEN, "_"): _variable(keys) for keys in known(model, shapes)}
+    slips = {variable(keys).replace(BETWEEN, "_"): variable(keys) for keys in known(model, shapes)}
     for name in sorted(environ):
         if not name.startswith(PREFIX):
             continue
@@ -163,7 +167,8 @@ def _put(tree: dict[str, Any], keys: Keys, value: Any, *, name: str) -> None:
     place[keys[-1]] = value
 
 
-def _variable(keys: Keys) -> str:
+def variable(keys: Keys) -> str:
+    """The variable of the environment that sets *keys*."""
     return PREFIX + BETWEEN.join(keys).upper()
 
 

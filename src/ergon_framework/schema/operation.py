@@ -7,13 +7,14 @@ thread or on an event loop, is not its business; what it decides is the same for
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping
+from itertools import count
 from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
 from psycopg import AsyncConnection, AsyncCursor, Connection, Cursor, generators
 from psycopg.abc import PQGen
 from psycopg.errors import error_from_result
-from psycopg.pq import ExecStatus
+from psycopg.pq import DiagnosticField, ExecStatus, TransactionStatus
 from psycopg.pq.abc import PGresult
 from psycopg.rows import TupleRow
 
@@ -44,6 +45,8 @@ BEGIN: Final = Query("begin")
 COMMIT: Final = Query("commit")
 ROLLBACK: Final = Query("rollback")
 
+_NO_SUCH_STATEMENT: Final = b"26000"
+
 
 def _answers(cursor: Cursor[TupleRow] | AsyncCursor[TupleRow]) -> bool:
     """Whether there are rows to fetch; asked of the result itself, because a description is made anew for each."""
@@ -59,6 +62,7 @@ def _executed(connection: Connection[TupleRow], query: Query) -> Rows:
 _prepared: Final[WeakKeyDictionary[Connection[TupleRow] | AsyncConnection[TupleRow], dict[str, bytes]]] = (
     WeakKeyDictionary()
 )
+_numbers: Final = count()
 
 
 def _asked(connection: Connection[TupleRow] | AsyncConnection[TupleRow], query: Text) -> PQGen[Rows]:
@@ -71,14 +75,29 @@ def _asked(connection: Connection[TupleRow] | AsyncConnection[TupleRow], query: 
     known = _prepared.get(connection)
     if known is None:
         known = _prepared[connection] = {}
-    name = known.get(query.sql)
-    if name is None:
-        name = b"ergon_%d" % len(known)
-        line.send_prepare(name, query.sql.encode())
-        _answered(connection, (yield from generators.execute(line)))
-        known[query.sql] = name
+    if query.sql in known:
+        line.send_query_prepared(known[query.sql], values)
+        results = yield from generators.execute(line)
+        if not _forgotten(connection, results):
+            return _answered(connection, results)
+        known.clear()
+    # Never one that was used before: of what is forgotten here, the server may still know some.
+    name = b"ergon_%d" % next(_numbers)
+    line.send_prepare(name, query.sql.encode())
+    _answered(connection, (yield from generators.execute(line)))
+    known[query.sql] = name
     line.send_query_prepared(name, values)
     return _answered(connection, (yield from generators.execute(line)))
+
+
+def _forgotten(connection: Connection[TupleRow] | AsyncConnection[TupleRow], results: list[PGresult]) -> bool:
+    """Whether the server knows no statement of that name: the driver lets go of all of them after a rollback."""
+    result = results[-1]
+    return (
+        result.status == ExecStatus.FATAL_ERROR
+        and result.error_field(DiagnosticField.SQLSTATE) == _NO_SUCH_STATEMENT
+        and connection.pgconn.transaction_status == TransactionStatus.IDLE
+    )
 
 
 def _answered(connection: Connection[TupleRow] | AsyncConnection[TupleRow], results: list[PGresult]) -> Rows:

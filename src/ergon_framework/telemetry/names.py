@@ -78,6 +78,12 @@ class Attribute:
     EXECUTOR: Final = "ergon.executor.kind"
     BUFFER: Final = "ergon.fact.buffer"
     ZONE: Final = "ergon.fact.zone"
+    REPLICA: Final = "ergon.fact.replica"
+    FROM_ZONE: Final = "ergon.fact.from_zone"
+    TO_ZONE: Final = "ergon.fact.to_zone"
+    STATUS: Final = "ergon.fact.status"
+    ROOM: Final = "ergon.fact.room"
+    METHOD: Final = "ergon.fact.method"
     #: The upper bound of a bucket; spelled as those who read histograms expect it.
     LE: Final = "le"
 
@@ -279,6 +285,53 @@ ARTIFACTS_LOST: Final = Metric(
     (Attribute.BUFFER, Attribute.ZONE),
 )
 
+_REPLICA: Final = (Attribute.REPLICA, Attribute.FROM_ZONE, Attribute.TO_ZONE)
+REPLICA_LAG: Final = Metric(
+    "ergon.replica.lag", "gauge", "{fact}", "Facts that the source has and this zone has not, as last asked.", _REPLICA
+)
+REPLICA_LAG_BYTES: Final = Metric("ergon.replica.lag.size", "gauge", "By", "Bytes of their objects.", _REPLICA)
+REPLICA_LAG_SECONDS: Final = Metric(
+    "ergon.replica.lag.duration",
+    "gauge",
+    "s",
+    "Seconds since the oldest of them was stored, or since the source was last heard of if that is longer ago.",
+    _REPLICA,
+)
+REPLICA_STATUS: Final = Metric(
+    "ergon.replica.status", "gauge", "{replica}", "1 for the state that it is in.", (*_REPLICA, Attribute.STATUS)
+)
+REPLICA_FACTS: Final = Metric("ergon.replica.facts", "counter", "{fact}", "Facts that were forwarded.", _REPLICA)
+REPLICA_ARTIFACTS: Final = Metric(
+    "ergon.replica.artifacts", "counter", "{artifact}", "Artifacts that were copied.", _REPLICA
+)
+REPLICA_BYTES: Final = Metric(
+    "ergon.replica.artifacts.size", "counter", "By", "Bytes of artifacts that went over the line.", _REPLICA
+)
+REPLICA_TROUBLES: Final = Metric(
+    "ergon.replica.troubles",
+    "counter",
+    "{failure}",
+    "Calls that failed, by what they mean for the replica.",
+    (*_REPLICA, Attribute.STATUS),
+)
+ROOM: Final = Metric(
+    "ergon.facts.room", "gauge", "1", "Share of a limit that is used.", (Attribute.BUFFER, Attribute.ROOM)
+)
+ROOM_ALERTS: Final = Metric(
+    "ergon.facts.room.alert",
+    "gauge",
+    "{limit}",
+    "1 while a limit is nearly reached, 0 otherwise.",
+    (Attribute.BUFFER, Attribute.ROOM),
+)
+FACT_CALLS: Final = Metric(
+    "ergon.facts.calls",
+    "counter",
+    "{call}",
+    "Calls of the facts service that are over: answered, left by the caller, or the status they were refused with.",
+    (Attribute.METHOD, Attribute.OUTCOME),
+)
+
 METRICS: Final = (
     TRANSACTIONS,
     ATTEMPTS,
@@ -324,6 +377,17 @@ METRICS: Final = (
     FACTS,
     ARTIFACTS,
     ARTIFACTS_LOST,
+    REPLICA_LAG,
+    REPLICA_LAG_BYTES,
+    REPLICA_LAG_SECONDS,
+    REPLICA_STATUS,
+    REPLICA_FACTS,
+    REPLICA_ARTIFACTS,
+    REPLICA_BYTES,
+    REPLICA_TROUBLES,
+    ROOM,
+    ROOM_ALERTS,
+    FACT_CALLS,
 )
 
 
@@ -367,7 +431,17 @@ class Event:
     JOBS_UNWRITTEN: Final = "jobs unwritten"
     CRON_MISSED: Final = "cron missed"
     CRON_UNFIRED: Final = "cron unfired"
+    EPOCH_CHANGED: Final = "fact epoch changed"
     ARTIFACT_LOST: Final = "artifact lost"
+    REPLICA_CHANGED: Final = "replica changed"
+    REPLICA_HALTED: Final = "replica halted"
+    ROOM_ENDS: Final = "room ends"
+    ROOM_AGAIN: Final = "room again"
+    PRUNED: Final = "facts pruned"
+    PRUNING_FAILED: Final = "pruning failed"
+    ACCESS_DENIED: Final = "access denied"
+    CALL_FAILED: Final = "facts call failed"
+    CERTIFICATES_UNREADABLE: Final = "certificates unreadable"
 
 
 class Field:
@@ -413,10 +487,22 @@ class Field:
     LINE: Final = "line"
     EXECUTOR: Final = "executor"
     CRON: Final = "cron"
+    EPOCH: Final = "epoch"
     ZONE: Final = "zone"
     MESSAGE_ID: Final = "message_id"
     BUCKET: Final = "bucket"
     KEY: Final = "key"
+    REPLICA: Final = "replica"
+    FROM_ZONE: Final = "from_zone"
+    TO_ZONE: Final = "to_zone"
+    STATUS: Final = "status"
+    OFFSET: Final = "offset"
+    ACTION: Final = "action"
+    FACTS: Final = "facts"
+    ARTIFACTS: Final = "artifacts"
+    ROOM: Final = "room"
+    USED: Final = "used"
+    LIMIT: Final = "limit"
 
 
 def listed(names: type) -> list[str]:

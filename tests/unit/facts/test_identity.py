@@ -15,6 +15,7 @@ from ergon_framework.facts.identity import (
     DEPTH,
     business_id,
     canonical,
+    canonical_parsed,
     digest,
     event_id,
     named_id,
@@ -158,6 +159,38 @@ def test_nesting_has_a_limit():
     # As deep in a digest as by itself.
     text = canonical(nested(DEPTH))
     assert digest(from_zone="a", to_zone="b", subject="s", predicate="p", object_json=text).startswith("sha256:")
+
+
+@pytest.mark.spec("FAC-03")
+@pytest.mark.parametrize(
+    "text, written",
+    [
+        # By code units the pair of U+1F600 comes before U+FB33; by characters it would come behind it.
+        ('{"\ufb33": 1, "\U0001f600": 2}', '{"\U0001f600":2,"\ufb33":1}'),
+        ('{"b": "é", "a": 12.50}', '{"a":12.5,"b":"é"}'),
+        ("[12.0, -0.0, 1E5, 1e-7, 10.05]", "[12,0,100000,1e-7,10.05]"),
+        ("[1e21, 1e16]", "[1e+21,10000000000000000]"),
+        ('["12.0", "1e-7"]', '["12.0","1e-7"]'),
+        ("[" * 64 + "]" * 64, "[" * 64 + "]" * 64),
+    ],
+)
+def test_what_was_read_is_written_as_everything_is(text, written):
+    assert canonical_parsed(parse(text)) == canonical(parse(text)) == written
+
+
+@pytest.mark.spec("FAC-03")
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("[" * 66 + "]" * 66, "deeper than 64"),
+        ("[" * 500 + "]" * 500, "deeper than 64"),
+        (r'{"half": "\ud800"}', "half of a surrogate pair"),
+        (r'{"\udc00": 1}', "half of a surrogate pair"),
+    ],
+)
+def test_what_was_read_and_has_no_canonical_form_is_refused(text, words):
+    with pytest.raises(InvalidFactError, match=words):
+        canonical_parsed(parse(text))
 
 
 STATED = {

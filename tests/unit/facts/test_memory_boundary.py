@@ -188,3 +188,20 @@ def test_a_restored_store_goes_its_own_way():
     assert store.get_fact("A", "m-2") is None
     assert {fact.epoch for fact in twin.fetch_facts("r", PAIR, 10)} == {twin.epoch}
     assert store.epoch != twin.epoch
+
+
+@pytest.mark.spec("FAC-21", "FAC-23")
+@pytest.mark.parametrize("damage", [None, b"damaged"])
+def test_an_artifact_that_is_lost_or_damaged_is_right_again_when_the_same_bytes_are_put(damage):
+    store = MemoryBoundary()
+    stored = store.put_object("files", "a", [b"bytes"])
+    reference = {"bucket": "files", "key": "a", "digest": stored.digest, "size": stored.size}
+    store.append_fact(envelope(), Fact.of("s", "p", reference))
+    if damage is None:
+        del store._artifacts._contents[stored.digest]
+    else:
+        store._artifacts._contents[stored.digest] = damage
+    with pytest.raises(ArtifactLost):
+        list(store.get_object("files", "a"))
+    assert store.put_object("files", "a", [b"bytes"]) == stored
+    assert b"".join(store.get_object("files", "a")) == b"bytes"

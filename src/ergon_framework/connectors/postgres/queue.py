@@ -27,13 +27,14 @@ from ergon_framework.connectors.base import (
 )
 from ergon_framework.connectors.codec import Codec, JsonCodec
 from ergon_framework.connectors.deadletters import DeadLetterQuery, DeadLetterRecord, ReplayResult
-from ergon_framework.connectors.postgres import burials, callers, statements
+from ergon_framework.connectors.postgres import burials, callers, statements, tracing
 from ergon_framework.connectors.postgres.claiming import Claiming
 from ergon_framework.connectors.postgres.dispatching import Dispatch, dispatch
 from ergon_framework.connectors.postgres.home import Home, home_of, leave
 from ergon_framework.connectors.postgres.receipt import Receipt
 from ergon_framework.connectors.postgres.settling import Settler
 from ergon_framework.errors import ConfigurationError
+from ergon_framework.history import History
 from ergon_framework.schema.operation import Operation, Query
 from ergon_framework.scope import current
 from ergon_framework.transaction import Transaction
@@ -512,6 +513,17 @@ class PostgresQueue(Connector, AsyncConnector):
     def _queued(self, home: Home, ids: Collection[str]) -> Operation[set[str]]:
         number = yield from self._opened(home)
         return (yield from burials.queued(number, list(ids)))
+
+    def trace(self, transaction_id: str) -> Sequence[History]:
+        """What this queue knows of a transaction: where it is, the attempts that travel with it, that it is done."""
+        return self._run(lambda home: self._traced(home, transaction_id))
+
+    async def trace_async(self, transaction_id: str) -> Sequence[History]:
+        return await self._run_async(lambda home: self._traced(home, transaction_id))
+
+    def _traced(self, home: Home, transaction_id: str) -> Operation[Sequence[History]]:
+        yield from self._opened(home)
+        return (yield from tracing.trace(transaction_id, self._name))
 
     # -- dead letters -------------------------------------------------------------------------------------
 

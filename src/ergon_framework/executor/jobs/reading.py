@@ -32,7 +32,7 @@ def show(job_id: str) -> Operation[Job]:
     rows = yield Query(statements.SHOW, {"id": job_id})
     if not rows:
         raise _missing(job_id)
-    return _job(*rows[0])
+    return job_of(*rows[0])
 
 
 def ended(job_ids: Sequence[str]) -> Operation[list[Job]]:
@@ -42,7 +42,7 @@ def ended(job_ids: Sequence[str]) -> Operation[list[Job]]:
         missing = yield Query(statements.MISSING, {"ids": list(job_ids)})
         if missing:
             raise _missing(missing[0][0])
-    return [_job(*row) for row in rows]
+    return [job_of(*row) for row in rows]
 
 
 def state(job_id: str) -> Operation[JobState]:
@@ -76,7 +76,7 @@ def listed(
         "limit": limit,
     }
     rows = yield Query(statements.LIST, given)
-    return [_job(*row) for row in rows]
+    return [job_of(*row) for row in rows]
 
 
 def cancel(job_id: str) -> Operation[bool]:
@@ -141,7 +141,8 @@ def _missing(job_id: str) -> JobNotFound:
     return JobNotFound(f"there is no job {job_id!r}, or no longer: jobs are thrown away when their retention is over")
 
 
-def _job(*row: Any) -> Job:
+def job_of(*row: Any) -> Job:
+    """The job of a row of ``statements.COLUMNS``."""
     job_id, queue, function, where, *plain = row
     result, category, code, words, kind, traceback, number = plain[13:]
     error = None if code is None else JobError(Category(category), code, words or "", kind, traceback)

@@ -7,29 +7,27 @@ import threading
 import time
 import uuid
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Self
 
-from ergon_framework.errors import ConfigurationError
 from ergon_framework.facts import observe
 from ergon_framework.facts.boundary import (
     Appended,
     Appending,
     AsyncBoundary,
+    Behind,
     Boundary,
     BoundaryCapabilities,
+    KnownObject,
+    LogState,
     Pruned,
     Unlisten,
 )
 from ergon_framework.facts.errors import (
     ArtifactLost,
-    BufferFull,
-    EpochChanged,
-    FactConflict,
+    ArtifactMismatch,
     FactError,
-    OffsetAhead,
-    OffsetGone,
-    ReaderUnknown,
 )
 from ergon_framework.facts.model import (
     Buffer,
@@ -44,6 +42,7 @@ from ergon_framework.facts.model import (
     check_place,
     digest_of,
 )
+from ergon_framework.facts.stores import refusals
 from ergon_framework.facts.stores.memory_artifacts import Artifacts, Upload
 
 
@@ -186,12 +185,9 @@ class MemoryBoundary(Boundary, AsyncBoundary):
             return known
         log = self._log(stored.envelope.pair, self._side.forward_buffer, stored.epoch)
         if stored.epoch != log.epoch:
-            raise _changed(stored.epoch, log.epoch)
+            raise refusals.changed(stored.epoch, log.epoch)
         if stored.offset != log.end + 1:
-            raise OffsetAhead(
-                f"the fact {stored.envelope.message_id!r} has offset {stored.offset}, and the last one here is "
-                f"{log.end}; forward those in between first"
-            )
+            raise refusals.gap(stored.envelope.message_id, stored.offset, log.end)
         # Where it was appended: a confirmation is about a store buffer, here of the other side.
         origin = Side.OUTER if self._side is Side.INNER else Side.INNER
         return self._store(log, stored, origin.store_buffer)
@@ -201,12 +197,7 @@ class MemoryBoundary(Boundary, AsyncBoundary):
         if known is None:
             return None
         if known[0].digest != digest:
-            raise FactConflict(
-                f"the fact {envelope.message_id!r} of {envelope.from_zone!r} is stored at offset {known[0].offset} "
-                f"with {known[0].digest}, and this one has {digest}; make ids of all that tells two facts apart",
-                from_zone=envelope.from_zone,
-                message_id=envelope.message_id,
-            )
+            raise refusals.conflict(envelope, known[0], digest)
         return _again(known[0])
 
     def _log(self, pair: Pair, buffer: Buffer, epoch: str) -> _Log:
@@ -214,10 +205,7 @@ class MemoryBoundary(Boundary, AsyncBoundary):
         if log is None:
             return _Log(epoch, buffer)
         if log.buffer is not buffer:
-            raise _Misplaced(
-                f"facts from {pair.from_zone!r} to {pair.to_zone!r} are in the {log.buffer} of this store, and cannot "
-                f"be put into its {buffer} too: append where they come from, and forward to where they go"
-            )
+            raise refusals.misplaced(pair, log.buffer, buffer)
         return log
 
     def _store(self, log: _Log, stored: StoredFact, buffer: Buffer) -> FactConfirmation:
@@ -245,11 +233,11 @@ class MemoryBoundary(Boundary, AsyncBoundary):
         if self._max_facts is not None:
             retained = sum(len(log.facts) for log in self._logs.values())
             if retained + facts > self._max_facts:
-                raise BufferFull(f"{retained} facts are retained and {self._max_facts} is the most: nothing was stored")
+                raise refusals.full("facts", retained, self._max_facts)
         if self._max_bytes is not None:
             used = self._bytes + self._artifacts.size
             if used + size > self._max_bytes:
-                raise BufferFull(f"{used} bytes are retained and {self._max_bytes} is the most: nothing was stored")
+                raise refusals.full("bytes", used, self._max_bytes)
 
     def _now(self) -> int:
         return int(self._wall() * 1000)
@@ -266,19 +254,13 @@ class MemoryBoundary(Boundary, AsyncBoundary):
             if log is None:
                 return []
             if begin < log.dropped:
-                raise OffsetGone(
-                    f"facts up to offset {log.dropped} from {pair.from_zone!r} to {pair.to_zone!r} are no longer "
-                    f"retained, and {begin + 1} was asked for; begin behind {log.dropped}"
-                )
+                raise refusals.gone(pair, begin, log.dropped)
             return log.behind(begin, limit)
 
     def confirm_receipt(self, reader: str, pair: Pair, cursor: Cursor) -> None:
         with self._lock:
             if (reader, pair) not in self._readers:
-                raise ReaderUnknown(
-                    f"{reader!r} is not registered for facts from {pair.from_zone!r} to {pair.to_zone!r}; fetching "
-                    "registers a reader"
-                )
+                raise refusals.unknown_reader(reader, pair)
             self._check(pair, cursor)
             self._readers[reader, pair] = max(self._readers[reader, pair], cursor.offset)
 
@@ -292,9 +274,45 @@ class MemoryBoundary(Boundary, AsyncBoundary):
             log = self._logs.get(pair)
             return None if log is None else Cursor(log.epoch, log.end)
 
-    def retire_reader(self, reader: str, pair: Pair) -> bool:
+    def cursor_at(self, pair: Pair, unix_ms: int) -> Cursor | None:
+        with self._lock:
+            log = self._logs.get(pair)
+            if log is None:
+                return None
+            # A clock may be set back; what was stored before the first later one is before that moment.
+            later = (place for place, stored in enumerate(log.facts) if stored.stored_at_unix_ms >= unix_ms)
+            return Cursor(log.epoch, log.dropped + next(later, len(log.facts)))
+
+    def retire_reader(self, reader: str, pair: Pair, *, by: str = "") -> bool:  # noqa: ARG002 - nothing here lasts
         with self._lock:
             return self._readers.pop((reader, pair), None) is not None
+
+    def adopt_epoch(self, pair: Pair, cursor: Cursor, *, by: str) -> None:  # noqa: ARG002 - nothing here lasts
+        with self._lock:
+            log = self._logs.get(pair)
+            if log is not None and log.buffer is not self._side.forward_buffer:
+                log = None
+            if log is None or log.end != cursor.offset:
+                raise refusals.not_the_end(pair, cursor.offset, None if log is None else log.end)
+            log.reborn(cursor.epoch)
+
+    def survey(self) -> Sequence[LogState]:
+        with self._lock:
+            pairs = dict.fromkeys((*self._logs, *(pair for _, pair in self._readers)))
+            return [self._state(pair) for pair in pairs]
+
+    def _state(self, pair: Pair) -> LogState:
+        # Nobody knows yet which of the two it will be: whoever waits here waits for facts that arrive.
+        log = self._logs.get(pair) or _Log(self._epoch, self._side.forward_buffer)
+        return LogState(
+            pair=pair,
+            buffer=log.buffer,
+            epoch=log.epoch,
+            first=log.dropped + 1,
+            last=log.end,
+            bytes=_bytes(log.facts),
+            readers={reader: _behind(log, offset) for (reader, of), offset in self._readers.items() if of == pair},
+        )
 
     def _epoch_of(self, pair: Pair) -> str:
         log = self._logs.get(pair)
@@ -305,61 +323,104 @@ class MemoryBoundary(Boundary, AsyncBoundary):
         epoch = self._epoch_of(pair)
         # Whoever has read nothing has read it in no epoch.
         if cursor.epoch != epoch and cursor.offset:
-            raise _changed(cursor.epoch, epoch)
+            raise refusals.changed(cursor.epoch, epoch)
         end = 0 if log is None else log.end
         if not 0 <= cursor.offset <= end:
-            raise OffsetAhead(
-                f"offset {cursor.offset} from {pair.from_zone!r} to {pair.to_zone!r} was never given; the last is {end}"
-            )
+            raise refusals.never_given(pair, cursor.offset, end)
 
     # -- artifacts ------------------------------------------------------------------------------------
 
-    def put_object(self, bucket: str, key: str, blob: Iterable[bytes]) -> Stored:
+    def put_object(
+        self, bucket: str, key: str, blob: Iterable[bytes], *, expected: Stored | None = None, begin: int = 0
+    ) -> Stored:
         check_place(bucket, key)
-        upload = Upload()
         try:
-            for piece in blob:
-                upload.add(piece)
-            return self._kept(bucket, key, upload)
+            with self._receiving(bucket, key, expected, begin) as upload:
+                for piece in blob:
+                    upload.add(piece)
+                return self._kept(bucket, key, upload, expected)
         except BaseException as error:
             observe.put_failed(self._side.store_buffer, error)
             raise
 
-    async def put_object_async(self, bucket: str, key: str, blob: Iterable[bytes] | AsyncIterable[bytes]) -> Stored:
+    async def put_object_async(
+        self,
+        bucket: str,
+        key: str,
+        blob: Iterable[bytes] | AsyncIterable[bytes],
+        *,
+        expected: Stored | None = None,
+        begin: int = 0,
+    ) -> Stored:
         if not isinstance(blob, AsyncIterable):
-            return self.put_object(bucket, key, blob)
+            return self.put_object(bucket, key, blob, expected=expected, begin=begin)
         check_place(bucket, key)
-        upload = Upload()
         try:
-            async for piece in blob:
-                upload.add(piece)
-            return self._kept(bucket, key, upload)
+            with self._receiving(bucket, key, expected, begin) as upload:
+                async for piece in blob:
+                    upload.add(piece)
+                return self._kept(bucket, key, upload, expected)
         except BaseException as error:
             observe.put_failed(self._side.store_buffer, error)
             raise
 
-    def _kept(self, bucket: str, key: str, upload: Upload) -> Stored:
+    def received(self, bucket: str, key: str, expected: Stored) -> int:
+        check_place(bucket, key)
+        with self._lock:
+            return self._artifacts.received(bucket, key, expected)
+
+    @contextmanager
+    def _receiving(self, bucket: str, key: str, expected: Stored | None, begin: int) -> Iterator[Upload]:
+        with self._lock:
+            upload = self._artifacts.begin(bucket, key, expected, begin)
+        try:
+            yield upload
+        except ArtifactMismatch:
+            raise
+        except BaseException:
+            if expected is not None:
+                with self._lock:
+                    self._artifacts.interrupt(bucket, key, expected, upload, self._now())
+            raise
+
+    def _kept(self, bucket: str, key: str, upload: Upload, expected: Stored | None = None) -> Stored:
+        if expected is not None and upload.stored != expected:
+            raise refusals.mismatch(bucket, key, expected, upload.stored)
         with self._lock:
             first = self._artifacts.found(bucket, key, upload.stored)
             if first is None:
                 self._make_sure_of_room(facts=0, size=upload.size)
                 stored = self._artifacts.keep(bucket, key, upload, self._now())
+            else:
+                self._artifacts.mend(upload)
         observe.put(self._side.store_buffer, "stored" if first is None else "repeated")
         return stored if first is None else first
 
-    def get_object(self, bucket: str, key: str) -> Iterator[bytes]:
+    def get_object(self, bucket: str, key: str, *, begin: int = 0) -> Iterator[bytes]:
         check_place(bucket, key)
         try:
             with self._lock:
-                pieces = self._artifacts.read(bucket, key)
+                pieces = self._artifacts.read(bucket, key, begin)
             yield from pieces
         except ArtifactLost as error:
             observe.lost(self._side.store_buffer, error)
             raise
 
-    async def get_object_async(self, bucket: str, key: str) -> AsyncIterator[bytes]:
-        for piece in self.get_object(bucket, key):
+    async def get_object_async(self, bucket: str, key: str, *, begin: int = 0) -> AsyncIterator[bytes]:
+        for piece in self.get_object(bucket, key, begin=begin):
             yield piece
+
+    def known_object(self, bucket: str, key: str) -> KnownObject | None:
+        check_place(bucket, key)
+        with self._lock:
+            stored = self._artifacts.known(bucket, key)
+            if stored is None:
+                return None
+            return KnownObject(stored, frozenset(self._ids[by][1] for by in self._artifacts.namers(bucket, key)))
+
+    def artifact_bytes(self) -> int | None:
+        with self._lock:
+            return self._artifacts.size
 
     # -- retention ------------------------------------------------------------------------------------
 
@@ -421,18 +482,39 @@ class MemoryBoundary(Boundary, AsyncBoundary):
     async def end_of_async(self, pair: Pair) -> Cursor | None:
         return self.end_of(pair)
 
-    async def retire_reader_async(self, reader: str, pair: Pair) -> bool:
-        return self.retire_reader(reader, pair)
+    async def cursor_at_async(self, pair: Pair, unix_ms: int) -> Cursor | None:
+        return self.cursor_at(pair, unix_ms)
+
+    async def retire_reader_async(self, reader: str, pair: Pair, *, by: str = "") -> bool:
+        return self.retire_reader(reader, pair, by=by)
+
+    async def adopt_epoch_async(self, pair: Pair, cursor: Cursor, *, by: str) -> None:
+        self.adopt_epoch(pair, cursor, by=by)
+
+    async def survey_async(self) -> Sequence[LogState]:
+        return self.survey()
+
+    async def received_async(self, bucket: str, key: str, expected: Stored) -> int:
+        return self.received(bucket, key, expected)
+
+    async def known_object_async(self, bucket: str, key: str) -> KnownObject | None:
+        return self.known_object(bucket, key)
+
+    async def artifact_bytes_async(self) -> int | None:
+        return self.artifact_bytes()
 
     async def prune_async(self, before_unix_ms: int) -> Pruned:
         return self.prune(before_unix_ms)
 
 
-class _Misplaced(FactError, ConfigurationError):
-    """Facts of one pair of zones are to go into two buffers of one store."""
+def _bytes(facts: Iterable[StoredFact]) -> int:
+    return sum(len(stored.fact.object_json.encode()) for stored in facts)
 
-    final = True
-    code = "misplaced"
+
+def _behind(log: _Log, offset: int) -> Behind:
+    waiting = log.behind(offset, len(log.facts))
+    since = waiting[0].stored_at_unix_ms if waiting else None
+    return Behind(offset, len(waiting), _bytes(waiting), since)
 
 
 def _again(confirmation: FactConfirmation) -> FactConfirmation:
@@ -443,11 +525,4 @@ def _again(confirmation: FactConfirmation) -> FactConfirmation:
         digest=confirmation.digest,
         buffer=confirmation.buffer,
         duplicate=True,
-    )
-
-
-def _changed(given: str, now: str) -> EpochChanged:
-    return EpochChanged(
-        f"the cursor is of epoch {given!r} and the store is in {now!r}: it was put back from a backup, and offsets "
-        "may mean other facts; compare the two before you go on"
     )

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from ergon_framework.facts.boundary import CHUNK
 from ergon_framework.facts.errors import (
-    ArtifactConflict,
     ArtifactLost,
-    ArtifactRefused,
     ArtifactUnknown,
     InvalidFactError,
 )
 from ergon_framework.facts.model import ArtifactReference, Envelope, Stored
+from ergon_framework.facts.stores import refusals
 
 
 class Upload:
     """The bytes of an artifact as they come; nothing of it can be read before it is complete."""
 
-    def __init__(self) -> None:
-        self._pieces: list[bytes] = []
-        self._hash = hashlib.sha256()
-        self.size = 0
+    def __init__(self, content: bytes = b"") -> None:
+        self._pieces = [content]
+        self._hash = hashlib.sha256(content)
+        self.size = len(content)
 
     def add(self, piece: bytes) -> None:
         if not isinstance(piece, bytes | bytearray | memoryview):
@@ -47,8 +46,41 @@ class Artifacts:
         #: By bucket and key: what was confirmed, and when it was stored.
         self._names: dict[tuple[str, str], tuple[Stored, int]] = {}
         self._contents: dict[str, bytes] = {}
+        #: Uploads that broke off, by name and what was expected; and since when.
+        self._partial: dict[tuple[str, str, Stored], tuple[bytes, int]] = {}
         #: Which retained facts name it, the oldest first.
         self._named_by: dict[tuple[str, str], dict[tuple[str, str], None]] = {}
+
+    def begin(self, bucket: str, key: str, expected: Stored | None, begin: int) -> Upload:
+        """A new upload, or what is here of one that broke off."""
+        if begin == 0:
+            return Upload()
+        here = 0 if expected is None else self.received(bucket, key, expected)
+        if expected is None or not 0 < begin <= here:
+            raise refusals.too_far(bucket, key, begin, here)
+        partial = self._partial.pop((bucket, key, expected), None)
+        content = self._contents[expected.digest] if partial is None else partial[0]
+        return Upload(content[:begin])
+
+    def interrupt(self, bucket: str, key: str, expected: Stored, upload: Upload, now: int) -> None:
+        """It broke off, and may be gone on with."""
+        self._partial[bucket, key, expected] = upload.content(), now
+
+    def received(self, bucket: str, key: str, expected: Stored) -> int:
+        known = self._names.get((bucket, key))
+        if known is not None and known[0] == expected and expected.digest in self._contents:
+            return expected.size
+        partial = self._partial.get((bucket, key, expected))
+        return 0 if partial is None else len(partial[0])
+
+    def known(self, bucket: str, key: str) -> Stored | None:
+        """What was confirmed for that name."""
+        known = self._names.get((bucket, key))
+        return None if known is None else known[0]
+
+    def namers(self, bucket: str, key: str) -> Collection[tuple[str, str]]:
+        """The retained facts that name it, each as zone and message_id."""
+        return self._named_by.get((bucket, key), {})
 
     def found(self, bucket: str, key: str, stored: Stored) -> Stored | None:
         """What was confirmed for these bytes before; other bytes are a conflict."""
@@ -56,10 +88,7 @@ class Artifacts:
         if known is None:
             return None
         if known[0] != stored:
-            raise ArtifactConflict(
-                f"{bucket}/{key} is stored with digest {known[0].digest} and never changes, and this is "
-                f"{stored.digest}; store a correction under another key, and append a fact that says so"
-            )
+            raise refusals.taken(bucket, key, known[0], stored)
         return known[0]
 
     def keep(self, bucket: str, key: str, upload: Upload, now: int) -> Stored:
@@ -68,19 +97,17 @@ class Artifacts:
         self._contents.setdefault(stored.digest, upload.content())
         return stored
 
+    def mend(self, upload: Upload) -> None:
+        """Somebody has sent once more what is named already: should it be missing or damaged, it is right again."""
+        self._contents[upload.stored.digest] = upload.content()
+
     def check(self, reference: ArtifactReference) -> None:
         """Whether what a fact says of an artifact is so."""
         known = self._names.get((reference.bucket, reference.key))
         if known is None or known[0].digest not in self._contents:
-            raise ArtifactRefused(
-                f"the fact names {reference.bucket}/{reference.key}, which is not stored; put the object, wait for "
-                "its confirmation, and append then"
-            )
+            raise refusals.not_stored(reference)
         if known[0] != (reference.digest, reference.size):
-            raise ArtifactRefused(
-                f"the fact names {reference.bucket}/{reference.key} with {reference.digest} and {reference.size} "
-                f"bytes, and stored is {known[0].digest} with {known[0].size}; say what put_object has confirmed"
-            )
+            raise refusals.another(reference, known[0])
 
     def name(self, reference: ArtifactReference, envelope: Envelope) -> None:
         """A retained fact names it from now on."""
@@ -99,22 +126,23 @@ class Artifacts:
         gone = [place for place, (_, at) in self._names.items() if at < before and place not in self._named_by]
         for place in gone:
             del self._names[place]
+        self._partial = {upload: kept for upload, kept in self._partial.items() if kept[1] >= before}
         used = Counter(stored.digest for stored, _ in self._names.values())
         for digest in [digest for digest in self._contents if not used[digest]]:
             del self._contents[digest]
         return len(gone)
 
-    def read(self, bucket: str, key: str) -> Iterator[bytes]:
+    def read(self, bucket: str, key: str, begin: int = 0) -> Iterator[bytes]:
         """The content, piece by piece, and at the end an error if it is not what was stored."""
         known = self._names.get((bucket, key))
         content = None if known is None else self._contents.get(known[0].digest)
         if known is None or content is None:
             raise self._missing(bucket, key, "is missing")
-        return self._pieces(bucket, key, content, known[0].digest)
+        return self._pieces(bucket, key, content, known[0].digest, begin)
 
-    def _pieces(self, bucket: str, key: str, content: bytes, digest: str) -> Iterator[bytes]:
-        made = hashlib.sha256()
-        for start in range(0, len(content), CHUNK):
+    def _pieces(self, bucket: str, key: str, content: bytes, digest: str, begin: int) -> Iterator[bytes]:
+        made = hashlib.sha256(content[:begin])
+        for start in range(begin, len(content), CHUNK):
             piece = content[start : start + CHUNK]
             made.update(piece)
             yield piece
@@ -123,17 +151,7 @@ class Artifacts:
 
     def _missing(self, bucket: str, key: str, what: str) -> ArtifactLost | ArtifactUnknown:
         by = next(iter(self._named_by.get((bucket, key), ())), None)
-        if by is None:
-            return ArtifactUnknown(f"the artifact {bucket}/{key} {what}, and no retained fact names it")
-        from_zone, message_id = by
-        return ArtifactLost(
-            f"the artifact {bucket}/{key} {what}, and the fact {message_id!r} of zone {from_zone!r} names it: a "
-            "defect of its producer, who has to store it again",
-            from_zone=from_zone,
-            message_id=message_id,
-            bucket=bucket,
-            key=key,
-        )
+        return refusals.missing(bucket, key, what, by)
 
     @property
     def size(self) -> int:

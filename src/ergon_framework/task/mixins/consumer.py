@@ -25,6 +25,7 @@ from ergon_framework.task.mixins.policies import ConsumerPolicy
 from ergon_framework.task.observe import observing, safely
 from ergon_framework.task.report import Outcome, Report
 from ergon_framework.task.watch import Onlooker
+from ergon_framework.task.worst import refuse_too_long
 from ergon_framework.transaction import Transaction
 
 OnOutcome = Callable[[Outcome], None]
@@ -145,6 +146,7 @@ class ConsumerMixin(_Consumer, ABC):
         policy = policy or ConsumerPolicy()
         refuse_async(self.process_transaction, self.handle_transaction_success, self.handle_transaction_exception)
         connector = as_sync(self.connector)
+        refuse_too_long(policy, connector.capabilities, queue=connector.name)
         threads = driver(policy.loop.concurrency.value)
         broker = Broker(
             fetch=partial(connector.fetch_transactions, **policy.steps.fetch.extra),
@@ -184,6 +186,7 @@ class AsyncConsumerMixin(_Consumer, ABC):
         """Consume until the policy says that it is enough; cancelling it is a stop."""
         policy = policy or ConsumerPolicy()
         connector = as_async(self.connector)
+        refuse_too_long(policy, connector.capabilities, queue=connector.name)
         tasks = driver()
         broker = Broker(
             fetch=partial(connector.fetch_transactions_async, **policy.steps.fetch.extra),

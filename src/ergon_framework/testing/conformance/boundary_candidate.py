@@ -29,6 +29,9 @@ class BoundaryCandidate(ABC):
     #: Whether ``client`` can be told how much room there is.
     bounded: bool = False
 
+    #: Whether an upload that broke off can be gone on with, and need not begin anew.
+    resumes: bool = False
+
     def backup(self, store: str) -> Callable[[], None] | None:  # noqa: ARG002 - for those who can
         """Make a backup; what is returned puts it back in place. None if nobody knows how."""
         return None

@@ -17,6 +17,7 @@ from ergon_framework.facts.boundary import (
     AsyncBoundary,
     Boundary,
     BoundaryCapabilities,
+    LogState,
     Pruned,
     confirmed,
 )
@@ -107,9 +108,18 @@ class BoundaryClient:
         found: Cursor | None = await self._call("end_of", pair)
         return found
 
-    async def retire(self, *, reader: str = READER, pair: Pair = PAIR) -> bool:
-        retired: bool = await self._call("retire_reader", reader, pair)
+    async def retire(self, *, reader: str = READER, pair: Pair = PAIR, by: str = "exam") -> bool:
+        retired: bool = await self._call("retire_reader", reader, pair, by=by)
         return retired
+
+    async def cursor_at(self, unix_ms: int, *, pair: Pair = PAIR) -> Cursor | None:
+        found: Cursor | None = await self._call("cursor_at", pair, unix_ms)
+        return found
+
+    async def survey(self) -> dict[Pair, LogState]:
+        states: Sequence[LogState] = await self._call("survey")
+        expect(len({state.pair for state in states}) == len(states), "a pair of zones is told of twice")
+        return {state.pair: state for state in states}
 
     async def prune(self, before: int = LATER) -> Pruned:
         pruned: Pruned = await self._call("prune", before)
@@ -130,20 +140,24 @@ class BoundaryClient:
 
     # -- artifacts ------------------------------------------------------------------------------------
 
-    async def put(self, bucket: str, key: str, blob: Iterable[bytes]) -> Stored:
-        stored: Stored = await self._call("put_object", bucket, key, blob)
+    async def put(self, bucket: str, key: str, blob: Iterable[bytes], **how: Any) -> Stored:
+        stored: Stored = await self._call("put_object", bucket, key, blob, **how)
         return stored
 
-    async def pieces(self, bucket: str, key: str) -> list[bytes]:
+    async def received(self, bucket: str, key: str, expected: Stored) -> int:
+        here: int = await self._call("received", bucket, key, expected)
+        return here
+
+    async def pieces(self, bucket: str, key: str, *, begin: int = 0) -> list[bytes]:
         """The artifact as it is read, piece by piece."""
         async with asyncio.timeout(self._patience):
             if self._is_sync:
-                return await in_thread(lambda: list(self._flavour.get_object(bucket, key)))
-            stream: AsyncIterator[bytes] = self._flavour.get_object_async(bucket, key)
+                return await in_thread(lambda: list(self._flavour.get_object(bucket, key, begin=begin)))
+            stream: AsyncIterator[bytes] = self._flavour.get_object_async(bucket, key, begin=begin)
             return [piece async for piece in stream]
 
-    async def read(self, bucket: str, key: str) -> bytes:
-        return b"".join(await self.pieces(bucket, key))
+    async def read(self, bucket: str, key: str, *, begin: int = 0) -> bytes:
+        return b"".join(await self.pieces(bucket, key, begin=begin))
 
     async def _call(self, name: str, *args: Any, **extra: Any) -> Any:
         try:

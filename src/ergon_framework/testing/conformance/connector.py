@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Final
 
-from ergon_framework.errors import extra, text
+from ergon_framework.errors import text
 from ergon_framework.testing.conformance import (
     burying,
     counting,
@@ -27,6 +27,7 @@ from ergon_framework.testing.conformance import (
 from ergon_framework.testing.conformance.candidate import Candidate, Outbox, Server
 from ergon_framework.testing.conformance.check import Check, Failed, Mark, NotApplicable, Result, expect, rule, told
 from ergon_framework.testing.conformance.client import VARIANTS, Variant
+from ergon_framework.testing.conformance.marking import paper
 from ergon_framework.testing.conformance.sitting import Sitting
 
 __all__ = [
@@ -111,22 +112,4 @@ def exam(
     fixture that has one. *marks* gives the pytest marks of a check. A check that does not apply
     passes, and says why in the test's output and its properties.
     """
-    pytest = extra("testing", "pytest")
-    given = marks or (lambda _: ())
-    params = [pytest.param(check, id=check.name, marks=given(check)) for check in checks]
-
-    def test_exam(check: Check, variant: Variant, request: Any) -> None:
-        made = request.getfixturevalue(candidate) if isinstance(candidate, str) else candidate()
-        try:
-            got = mark(check, made, variant)
-        finally:
-            if not isinstance(candidate, str):
-                made.close()
-        request.node.user_properties.append(("mark", str(got)))
-        print(got)  # noqa: T201 - pytest shows it with a failing test, or with -rP
-        if got.result is Result.FAILED:
-            pytest.fail(got.reason, pytrace=False)
-
-    parametrize = pytest.mark.parametrize
-    tests: Callable[..., None] = parametrize("check", params)(parametrize("variant", variants)(test_exam))
-    return tests
+    return paper(candidate, mark, variants=variants, checks=checks, marks=marks)

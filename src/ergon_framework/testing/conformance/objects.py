@@ -5,8 +5,17 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 
-from ergon_framework.facts.errors import ArtifactConflict, ArtifactLost, ArtifactUnknown, FactError, InvalidFactError
+from ergon_framework.facts.errors import (
+    ArtifactConflict,
+    ArtifactLost,
+    ArtifactMismatch,
+    ArtifactUnknown,
+    FactError,
+    InvalidFactError,
+)
+from ergon_framework.facts.model import Stored
 from ergon_framework.testing.conformance.boundary_client import (
     PAIR,
     BoundaryClient,
@@ -17,6 +26,7 @@ from ergon_framework.testing.conformance.boundary_client import (
     raised,
 )
 from ergon_framework.testing.conformance.check import Failed, NotApplicable, expect, rule
+from ergon_framework.testing.conformance.contents_words import stored_of
 
 #: No piece of an artifact is larger.
 LARGEST = 1024 * 1024
@@ -78,6 +88,74 @@ async def an_upload_that_breaks_off_leaves_nothing(sitting: BoundarySitting) -> 
     expect(stored.size == 9, "after an upload that broke off the whole one is refused")
     await raised(BrokenOff, client.put("exam", "a", _breaking(b"all ")), "a second upload that breaks off")
     expect(await client.read("exam", "a") == b"all of it", "an upload that broke off has changed what was stored")
+
+
+@rule("FAC-21")
+async def what_was_not_expected_is_not_kept(sitting: BoundarySitting) -> None:
+    client = sitting.client()
+    right = stored_of(b"all of it")
+    for wrong in (stored_of(b"something else"), Stored(right.digest, right.size + 1)):
+        await raised(
+            ArtifactMismatch, client.put("exam", "a", [b"all of it"], expected=wrong), "bytes that were not expected"
+        )
+        await raised(ArtifactUnknown, client.read("exam", "a"), "reading what was not expected")
+        expect(await client.received("exam", "a", wrong) == 0, "what was not expected can be gone on with")
+    expect(await client.put("exam", "a", [b"all of it"], expected=right) == right, "what was expected is refused")
+    # It may be answered without a look at the bytes, because what is expected is here.
+    with suppress(FactError):
+        await client.put("exam", "a", [b"other"], expected=right)
+    expect(await client.read("exam", "a") == b"all of it", "what was not expected has changed what was stored")
+
+
+@rule("FAC-21", "FAC-17")
+async def an_upload_goes_on_after_a_break(sitting: BoundarySitting) -> None:
+    content = os.urandom(900_000)
+    expected, half = stored_of(content), 600_000
+    client = sitting.client()
+    expect(await client.received("exam", "a", expected) == 0, "of an upload that nobody began something is here")
+    for key in ("a", "b"):
+        broken = client.put("exam", key, _breaking(content[:300_000], content[300_000:half]), expected=expected)
+        await raised(BrokenOff, broken, "an upload that breaks off")
+        await raised(ArtifactUnknown, client.read("exam", key), "reading half of an artifact")
+    # As after a crash: whoever comes next knows what he has to send, and asks how much of it is here.
+    heir = sitting.client()
+    here = await heir.received("exam", "a", expected)
+    expect(here <= half, f"{half} bytes came, and {here} are said to be here")
+    expect(here > 0 or not sitting.candidate.resumes, "nothing is left of an upload that broke off")
+    expect(await heir.received("exam", "a", stored_of(b"other")) == 0, "what came counts for another artifact")
+    expect(await heir.received("exam", "c", expected) == 0, "what came counts under another name")
+    for key, begin in (("a", here), ("b", here // 2)):
+        stored = await heir.put("exam", key, [content[begin:]], expected=expected, begin=begin)
+        expect(stored == expected, f"gone on with at byte {begin}, it was confirmed as {stored}")
+        expect(await heir.read("exam", key) == content, f"gone on with at byte {begin}, other bytes are stored")
+    if sitting.candidate.resumes:
+        expect(await client.received("exam", "a", expected) == expected.size, "what is stored has to be sent again")
+
+
+@rule("FAC-21")
+async def nobody_goes_on_where_nothing_came(sitting: BoundarySitting) -> None:
+    client = sitting.client()
+    content = b"all of it"
+    await raised(
+        BrokenOff, client.put("exam", "a", _breaking(content[:3]), expected=stored_of(content)), "an upload that breaks"
+    )
+    here = await client.received("exam", "a", stored_of(content))
+    for key, expected, begin in (("a", stored_of(content), here + 1), ("a", None, 3), ("new", stored_of(content), 1)):
+        call = client.put("exam", key, [content[begin:]], expected=expected, begin=begin)
+        await raised(InvalidFactError, call, f"going on at byte {begin} with {here} bytes there")
+        await raised(ArtifactUnknown, client.read("exam", key), "reading what was never whole")
+    stored = await client.put("exam", "a", [content], expected=stored_of(content))
+    expect(stored.size == len(content), "an upload that could not be gone on with cannot begin anew")
+
+
+@rule("FAC-04")
+async def an_artifact_is_read_from_any_byte(sitting: BoundarySitting) -> None:
+    client = sitting.client()
+    content = os.urandom(600_001)
+    await client.put("exam", "a", [content])
+    for begin in (0, 1, 262_144, 600_000, 600_001):
+        read = await client.read("exam", "a", begin=begin)
+        expect(read == content[begin:], f"from byte {begin} on came {len(read)} bytes, and not those that are stored")
 
 
 @rule("FAC-04")

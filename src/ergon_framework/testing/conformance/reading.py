@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from ergon_framework.facts.boundary import Behind
 from ergon_framework.facts.errors import OffsetAhead, OffsetGone, ReaderUnknown
-from ergon_framework.facts.model import Cursor, Pair
+from ergon_framework.facts.model import Cursor, Pair, StoredFact
 from ergon_framework.testing.conformance.boundary_client import (
+    LATER,
     PAIR,
+    BoundaryClient,
     BoundarySitting,
     about,
     envelope,
     many,
     named,
     raised,
+    stated,
 )
-from ergon_framework.testing.conformance.check import expect, rule
+from ergon_framework.testing.conformance.check import Failed, expect, rule
 
 
 @rule("FAC-16")
@@ -133,3 +137,81 @@ async def retention_spares_what_a_retained_fact_names(sitting: BoundarySitting) 
         pruned.artifacts == 2, f"of 3 artifacts, one of which a retained fact names, {pruned.artifacts} were removed"
     )
     expect(await client.read("exam", "2") == b"content 2", "an artifact that a retained fact names is gone")
+
+
+@rule("FAC-16")
+async def a_moment_is_a_place_in_the_line(sitting: BoundarySitting) -> None:
+    client = sitting.client()
+    expect(await client.cursor_at(LATER) is None, "there is a place in a line of nothing")
+    facts = await _at_several_times(client)
+    epoch = facts[0].epoch
+    for moment in {fact.stored_at_unix_ms for fact in facts} | {1, LATER}:
+        later = [fact.offset for fact in facts if fact.stored_at_unix_ms >= moment]
+        wanted = Cursor(epoch, min(later, default=len(facts) + 1) - 1)
+        found = await client.cursor_at(moment)
+        expect(found == wanted, f"of {len(facts)} facts, {len(later)} of them since then, the place is {found}")
+    await client.confirm(facts[0].cursor)
+    await client.prune()
+    expect(await client.cursor_at(1) == facts[0].cursor, "what is no longer retained has a place in the line")
+
+
+async def _at_several_times(client: BoundaryClient) -> list[StoredFact]:
+    """Facts that were stored in at least three different milliseconds."""
+    for number in range(1, 50_000):
+        await client.append_many(*many(1, first=number))
+        if number % 20 == 0:
+            facts = await client.fetch(number)
+            if len({fact.stored_at_unix_ms for fact in facts}) > 2:
+                return facts
+    raise Failed("50,000 facts were stored within two milliseconds")
+
+
+@rule("FAC-16", "FAC-17")
+async def a_survey_says_how_far_everybody_is(sitting: BoundarySitting) -> None:
+    client = sitting.client()
+    expect(not await client.survey(), "a store that nobody has used tells of something")
+    objects = ['{"a": 1}', '"Grüße"', "[1, 2, 3]"]
+    await client.append_many(
+        *((envelope(f"m-{n}"), stated(object_json=text)) for n, text in enumerate(objects, 1)),
+    )
+    facts = await client.fetch(reader="one")
+    await client.fetch(reader="two")
+    await client.confirm(facts[0].cursor, reader="one")
+    await client.confirm(facts[2].cursor, reader="two")
+    waiting = Pair("Elsewhere", PAIR.from_zone)
+    await client.fetch(reader="early", pair=waiting)
+    sizes = [len(text.encode()) for text in objects]
+    surveyed = await sitting.client().survey()
+    expect(surveyed.keys() == {PAIR, waiting}, f"of two pairs {len(surveyed)} were told of")
+    state = surveyed[PAIR]
+    told = state.buffer, state.epoch, state.first, state.last, state.bytes
+    wanted = client.capabilities.side.store_buffer, facts[0].epoch, 1, 3, sum(sizes)
+    expect(told == wanted, f"told is {told}, and not {wanted}")
+    expect(
+        state.readers
+        == {
+            "one": Behind(1, 2, sum(sizes[1:]), facts[1].stored_at_unix_ms),
+            "two": Behind(3, 0, 0, None),
+        },
+        f"the readers are told to be {state.readers}",
+    )
+    empty = surveyed[waiting]
+    expect((empty.first, empty.last, empty.bytes) == (1, 0, 0), f"a pair without facts is told of as {empty}")
+    expect(empty.readers == {"early": Behind(0, 0, 0, None)}, f"who waits for facts is told to be {empty.readers}")
+    await client.prune()
+    expect((await client.survey())[PAIR].first == 2, "what was removed is told to be there")
+
+
+@rule("FAC-16")
+async def a_retired_reader_is_forgotten(sitting: BoundarySitting) -> None:
+    client = sitting.client()
+    await client.append_many(*many(2))
+    facts = await client.fetch(reader="old")
+    await client.confirm(facts[0].cursor, reader="old")
+    expect(await client.retire(reader="old", by="operator"), "a reader cannot be retired")
+    expect(not await sitting.client().retire(reader="old", by="operator"), "a reader can be retired twice")
+    expect(await client.cursor(reader="old") is None, "a retired reader has a cursor")
+    expect("old" not in (await client.survey())[PAIR].readers, "a retired reader is told of")
+    await raised(ReaderUnknown, client.confirm(facts[1].cursor, reader="old"), "a receipt of a retired reader")
+    again = await client.fetch(reader="old")
+    expect([each.offset for each in again] == [1, 2], "a retired reader who comes again does not begin anew")

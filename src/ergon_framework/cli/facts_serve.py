@@ -1,0 +1,140 @@
+"""What ``ergon facts serve`` does: open the store, serve it, and end in order."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import signal
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from ergon_framework.cli.logs import configure
+from ergon_framework.errors import ConfigurationError, ErgonError, text
+from ergon_framework.facts.model import Side
+from ergon_framework.facts.policy import RetentionPolicy
+from ergon_framework.facts.retention import Retention
+from ergon_framework.facts.room import Room, of_disk, of_store
+from ergon_framework.facts.service import libraries
+from ergon_framework.facts.stores.memory import MemoryBoundary
+from ergon_framework.runner.exits import ExitCode
+from ergon_framework.runner.settings import database, settings
+
+
+class ServeExit(ExitCode):
+    """Every exit code of ``ergon facts serve`` with what it means."""
+
+    OK = 0, "a signal came, and it ended in order"
+    FAILED = 2, "it could not begin: the command line, a file or the store is wrong, or the address is taken"
+
+
+class StoreKind(StrEnum):
+    """Where facts are kept."""
+
+    MEMORY = "memory"
+    POSTGRES = "postgres"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What is to be served, as the command line has it."""
+
+    zones: tuple[str, ...]
+    listen: str
+    certificate: Path
+    key: Path
+    authorities: Path
+    store: StoreKind
+    side: Side
+    contents: Path | None
+    accept_loss: bool
+    revoked: Path | None
+    grace: float
+    config: Path | None
+    max_facts: int | None = None
+    max_bytes: int | None = None
+    #: None keeps all for ever.
+    retention: RetentionPolicy | None = None
+
+
+def served(order: Order) -> ServeExit:
+    """Serve until a signal comes."""
+    try:
+        found = settings(order.config)
+        configure(found.logging.level.upper(), found.logging.format)
+        libraries.needed()
+        asyncio.run(_serve(order))
+    except ErgonError as error:
+        typer.echo(f"ergon: {text(error)}", err=True)
+        return ServeExit.FAILED
+    return ServeExit.OK
+
+
+async def _serve(order: Order) -> None:
+    # Loaded when it is needed: not everybody has its libraries.
+    files = importlib.import_module("ergon_framework.facts.service.files")
+    servers = importlib.import_module("ergon_framework.facts.service.server")
+    stopped = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopped.set)
+    async with _store(order) as store:
+        if not store.capabilities.strict and not order.accept_loss:
+            raise ConfigurationError(
+                "this store may lose what it has confirmed when the power fails; use one that is durable, or say "
+                "--accept-loss"
+            )
+        server = servers.BoundaryServer(
+            store=store,
+            zones=order.zones,
+            files=files.TlsFiles(order.certificate, order.key, order.authorities),
+            listen=order.listen,
+            revoked=order.revoked,
+        )
+        with ExitStack() as beside:
+            _look_after(store, order, beside)
+            port = await server.start()
+            host = order.listen.rpartition(":")[0]
+            typer.echo(f"listening at {host}:{port} for {', '.join(order.zones)}")
+            await stopped.wait()
+            typer.echo(f"stopping; calls that run have {order.grace:g} s to finish", err=True)
+            await server.drain(order.grace)
+
+
+def _look_after(store: Any, order: Order, beside: ExitStack) -> None:
+    """Threads that watch how much room is left and let go of what is old, for as long as *beside* is open."""
+    measures = []
+    if order.max_facts is not None or order.max_bytes is not None:
+        measures.append(of_store(store, max_facts=order.max_facts, max_bytes=order.max_bytes))
+    if order.contents is not None:
+        measures.append(of_disk(order.contents))
+    if measures:
+        beside.enter_context(Room(*measures, buffer=order.side.store_buffer).watched())
+    if order.retention is not None:
+        beside.enter_context(Retention(store, order.retention).running())
+
+
+@asynccontextmanager
+async def _store(order: Order) -> AsyncIterator[Any]:
+    if order.store is StoreKind.MEMORY:
+        yield MemoryBoundary(side=order.side, max_facts=order.max_facts, max_bytes=order.max_bytes)
+        return
+    dsn = database(order.config)
+    contents = None
+    if order.contents is not None:
+        contents = importlib.import_module("ergon_framework.facts.stores.files").FileContents(order.contents)
+    postgres = importlib.import_module("ergon_framework.facts.stores.postgres")
+    async with postgres.PostgresBoundary(
+        dsn,
+        side=order.side,
+        contents=contents,
+        max_facts=order.max_facts,
+        max_bytes=order.max_bytes,
+        accept_loss=order.accept_loss,
+    ) as store:
+        yield store

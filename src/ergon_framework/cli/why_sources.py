@@ -1,0 +1,87 @@
+"""Whom ``ergon why`` asks: the tables of the database, each by its own slice, and connectors by their contract."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from ergon_framework.cli.dlq_work import opened
+from ergon_framework.connectors.base import ConnectorError
+from ergon_framework.connectors.tracing import traced, unsearchable
+from ergon_framework.errors import extra
+from ergon_framework.history import History, Question, Traceable
+
+#: Seconds for all questions of one source, and for reaching it.
+_WITHIN = 30.0
+
+
+@dataclass(slots=True)
+class Connected:
+    """One connector, named on the command line."""
+
+    where: str
+    #: The name of its queue, once it was asked.
+    queue: str | None = None
+    #: What it cannot say.
+    note: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.where
+
+    def ask(self, question: Question) -> Sequence[History]:
+        with opened(self.where) as connector:
+            self.queue = connector.name
+            if isinstance(connector, Traceable):
+                return connector.trace(question.id)
+            notes = [] if connector.capabilities.dead_letters else ["keeps no dead letters"]
+            notes += ["cannot say whether a transaction is in its queue"] if unsearchable(connector) else []
+            self.note = " and ".join(notes)
+            return traced(connector, question.id)
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """Some tables of the database."""
+
+    name: str
+    _lines: Any
+    _script: Callable[[Question], Any]
+
+    def ask(self, question: Question) -> Sequence[History]:
+        found: Sequence[History] = self._lines.run(self._script(question), within=_WITHIN)
+        return found
+
+
+@contextmanager
+def tables(dsn: str) -> Iterator[tuple[Sequence[Tables], Sequence[Tables]]]:
+    """What the database has: first where correlations are found, then where they are asked for."""
+    # Loaded when it is needed: not everybody has its libraries, and no other command needs them all.
+    for library in ("psycopg",):
+        extra("postgres", library)
+    queues, jobs, calls, facts = (
+        importlib.import_module(f"ergon_framework.{name}")
+        for name in (
+            "connectors.postgres.tracing",
+            "executor.jobs.tracing",
+            "providers.sql.tracing",
+            "facts.stores.postgres_tracing",
+        )
+    )
+    lines = importlib.import_module("ergon_framework.schema.lines").Lines(dsn, other=ConnectorError)
+    try:
+        yield (
+            (
+                Tables("queues of the database", lines, lambda question: queues.trace(question.id)),
+                Tables("jobs of the database", lines, lambda question: jobs.trace(question.id)),
+            ),
+            (
+                Tables("provider calls of the database", lines, lambda question: calls.trace(question.names)),
+                Tables("facts of the database", lines, lambda question: facts.trace(question.id, question.names)),
+            ),
+        )
+    finally:
+        lines.close()

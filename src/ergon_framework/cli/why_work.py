@@ -1,0 +1,194 @@
+"""What ``ergon why`` does: ask everybody who may know, put the answers together, and say how it ended."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from ergon_framework.cli import why_view as view
+from ergon_framework.cli.logs import configure
+from ergon_framework.cli.why_advice import next_of, now_of
+from ergon_framework.cli.why_sources import Connected, Tables, tables
+from ergon_framework.errors import ConfigurationError, ErgonError, text
+from ergon_framework.history import History, Kind, Question, Source, Value
+from ergon_framework.runner.exits import ExitCode
+from ergon_framework.runner.loading import load_connector, load_task, search_here
+from ergon_framework.runner.settings import Settings, settings
+from ergon_framework.task.mixins.policies import ConsumerPolicy
+
+
+class WhyExit(ExitCode):
+    """Every exit code of ``ergon why`` with what it means."""
+
+    OK = 0, "something is known of it"
+    UNKNOWN = 1, "nobody who was asked knows it"
+    USAGE = 2, "the command line or the configuration is wrong, or there is nobody to ask"
+    UNANSWERED = 3, "nothing was found, and somebody who may know it did not answer"
+
+
+@dataclass(slots=True)
+class Answer:
+    """What one source said, or why it did not."""
+
+    source: str
+    found: Sequence[History] = ()
+    note: str = ""
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class Inquiry:
+    """One question on its way through the sources."""
+
+    question: Question
+    answers: list[Answer] = field(default_factory=list)
+
+    def ask(self, sources: Iterable[Source]) -> None:
+        """Ask each of them; one that fails spoils no other."""
+        for source in sources:
+            answer = Answer(source.name)
+            try:
+                answer.found = source.ask(self.question)
+            except ErgonError as error:
+                answer.error = text(error)
+            if isinstance(source, Connected):
+                answer.note = source.note
+            self.answers.append(answer)
+
+    def widen(self) -> None:
+        """From now on ask for the correlations too that were found."""
+        known = (history.about.get("correlation") for history in self.histories)
+        self.question = replace(self.question, correlations=tuple(str(name) for name in known if name is not None))
+
+    @property
+    def histories(self) -> list[History]:
+        """All that was found; what two sources say alike is said once."""
+        found: list[History] = []
+        for answer in self.answers:
+            found += [history for history in answer.found if history not in found]
+        return found
+
+    @property
+    def code(self) -> WhyExit:
+        if self.histories:
+            return WhyExit.OK
+        return WhyExit.UNANSWERED if any(answer.error for answer in self.answers) else WhyExit.UNKNOWN
+
+
+def explained(
+    work_id: str, *, tasks: Sequence[str], queues: Sequence[str], config: Path | None, as_json: bool
+) -> WhyExit:
+    """Print what is known of *work_id*."""
+    configure("WARNING")
+    search_here()
+    try:
+        inquiry, names, rules = _asked(Question(work_id), tasks=tasks, queues=queues, found=settings(config))
+    except ConfigurationError as error:
+        return _refused(text(error), as_json=as_json)
+    histories = [_ruled(history, rules) for history in inquiry.histories]
+    if as_json:
+        typer.echo(json.dumps(_told(inquiry, histories, names), allow_nan=False))
+        return inquiry.code
+    now = time.time()
+    for number, history in enumerate(histories):
+        if number:
+            typer.echo()
+        view.show(history, now=now, advice=next_of(history, names))
+    for answer in inquiry.answers:
+        if answer.error is not None:
+            _say(f"{answer.source} did not answer: {answer.error}")
+    if not histories:
+        _say(_unknown(inquiry))
+    return inquiry.code
+
+
+def _asked(
+    question: Question, *, tasks: Sequence[str], queues: Sequence[str], found: Settings
+) -> tuple[Inquiry, dict[str, str], dict[str, dict[str, Value]]]:
+    """The answers; what the connectors of queues are called on the command line; and the rules of their tasks."""
+    connected = [Connected(where) for where in dict.fromkeys((*tasks, *queues))]
+    if not connected and not found.postgres.dsn:
+        raise ConfigurationError(
+            "there is nobody to ask: set ERGON_POSTGRES__DSN, or name a task or connector with --task or --queue"
+        )
+    # Before anybody is asked: a slip of the hand is no source that does not answer.
+    rules = {load_connector(name).name: _rules(name, found) for name in tasks}
+    for name in queues:
+        load_connector(name)
+    inquiry = Inquiry(question)
+    with ExitStack() as stack:
+        first: Sequence[Tables] = ()
+        then: Sequence[Tables] = ()
+        if found.postgres.dsn:
+            first, then = stack.enter_context(tables(found.postgres.dsn))
+        inquiry.ask((*first, *connected))
+        inquiry.widen()
+        inquiry.ask(then)
+    return inquiry, {one.queue: one.where for one in connected if one.queue is not None}, rules
+
+
+def _rules(name: str, found: Settings) -> dict[str, Value]:
+    """The values of a task's policy by which transactions are tried again and given up, as they are now."""
+    task = load_task(name)
+    policy = found.policy(task.name, task.policy if isinstance(task.policy, ConsumerPolicy) else ConsumerPolicy())
+    retry = policy.steps.process.retry.model_dump(include=set(_SHOWN))
+    rules = {f"policy.process.retry.{key}": retry[key] for key in _SHOWN if retry[key] is not None}
+    return {**rules, "policy.loop.max_deliveries": policy.loop.max_deliveries}
+
+
+_SHOWN = ("max_attempts", "timeout", "backoff", "multiplier", "cap", "jitter")
+
+
+def _ruled(history: History, rules: Mapping[str, Mapping[str, Value]]) -> History:
+    if history.kind is not Kind.TRANSACTION or history.where not in rules:
+        return history
+    return replace(history, about={**history.about, **rules[history.where]})
+
+
+# -- what is said -----------------------------------------------------------------------------------
+
+
+def _told(inquiry: Inquiry, histories: Sequence[History], names: Mapping[str, str]) -> dict[str, Any]:
+    now = time.time()
+    return {
+        "id": inquiry.question.id,
+        "exit_code": int(inquiry.code),
+        "histories": [
+            {**asdict(history), "now": now_of(history, now=now), "next": next_of(history, names)}
+            for history in histories
+        ],
+        "asked": [
+            {"source": one.source, "found": len(one.found), "note": one.note, "error": one.error}
+            for one in inquiry.answers
+        ],
+    }
+
+
+def _unknown(inquiry: Inquiry) -> str:
+    asked = ", ".join(
+        f"{one.source} ({one.note})" if one.note else one.source for one in inquiry.answers if one.error is None
+    )
+    doubt = " of those who answered" if inquiry.code is WhyExit.UNANSWERED else ""
+    return (
+        f"nobody{doubt} knows {view.short(inquiry.question.id)!r}; asked: {asked or 'nobody else'}. What has succeeded "
+        "leaves a trace only where a queue has an inbox; other brokers are asked with --queue"
+    )
+
+
+def _refused(words: str, *, as_json: bool) -> WhyExit:
+    if as_json:
+        typer.echo(json.dumps({"error": words, "exit_code": int(WhyExit.USAGE)}))
+    else:
+        _say(words)
+    return WhyExit.USAGE
+
+
+def _say(words: str) -> None:
+    typer.echo(f"ergon: {words}", err=True)

@@ -1,0 +1,67 @@
+"""Note: what is known of a message that was put off or given back, kept beside it.
+
+A redelivery brings the headers that were published, so attempts and history cannot travel in them;
+and the server counts every delivery, so those that cost nothing have to be taken off.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ergon_framework.failure import Attempt
+from ergon_framework.transaction import HISTORY, Transaction
+
+#: The header that says when what was put off is due, so that they can be counted without being read.
+DUE: Final = "Ergon-Due"
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Kept under the message's own key until it is settled."""
+
+    #: Deliveries that ended in a crash, as they were known at delivery number *delivered*.
+    paid: int
+    delivered: int
+    #: Seconds since the epoch; 0 for at once.
+    due: float = 0.0
+    #: None where the message's own headers still say it.
+    attempts: int | None = None
+    history: tuple[Attempt, ...] = ()
+
+    def deliveries(self, delivered: int) -> int:
+        """How many deliveries count, the present one included, where the server says *delivered*.
+
+        A server that was killed may have forgotten what it had counted, and begins anew.
+
+        >>> Note(paid=1, delivered=5).deliveries(6), Note(paid=1, delivered=5).deliveries(1)
+        (2, 2)
+        """
+        since = delivered - self.delivered if delivered > self.delivered else delivered
+        return self.paid + since
+
+    def applied(self, transaction: Transaction) -> Transaction:
+        """*transaction* with what it has gone through."""
+        if self.attempts is None:
+            return transaction
+        return transaction.replace(attempts=self.attempts, history=self.history)
+
+    def written(self) -> bytes:
+        told: dict[str, Any] = {"paid": self.paid, "delivered": self.delivered, "due": self.due}
+        if self.attempts is not None:
+            told["attempts"] = self.attempts
+            told["history"] = [attempt.model_dump(mode="json") for attempt in self.history[-HISTORY:]]
+        return json.dumps(told).encode()
+
+
+def read(body: bytes) -> Note:
+    """The note in *body*; ValueError for what is none."""
+    told = json.loads(body)
+    return Note(
+        paid=int(told["paid"]),
+        delivered=int(told["delivered"]),
+        due=float(told.get("due", 0.0)),
+        attempts=None if told.get("attempts") is None else int(told["attempts"]),
+        history=tuple(Attempt.model_validate(attempt) for attempt in told.get("history", ())),
+    )

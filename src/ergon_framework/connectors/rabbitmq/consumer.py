@@ -1,0 +1,441 @@
+"""Consumer: what the server has handed to this client, and how much more it may hand out.
+
+The server pushes, so it is told how much it may push: as much as was ever asked for at once. What came and was not
+asked for yet waits here; a crash would cost it a delivery that it never had. For a message that is new that is no harm,
+but once something came back that might be the message that kills processes, nothing may wait here any more: from then
+on messages are got one by one, exactly as many as are asked for, until the queue is empty or what comes has been new
+for a while.
+
+The one that came back is kept, though, and is the next to be taken once all others have gone back. Given back too, it
+would be pushed to the next client that has nothing to do, and from there to another, and nobody would ever be handed
+it: each finds the queue empty while it is with the others, and has messages pushed again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from contextlib import suppress
+from itertools import count
+from typing import Any, Final, TypeVar
+
+from pika.exceptions import AMQPError
+from pika.spec import Basic
+
+from ergon_framework.connectors.rabbitmq.line import Channel, Connection, Refused
+from ergon_framework.connectors.rabbitmq.message import Message, Receipt
+from ergon_framework.errors import ConnectionLost
+
+T = TypeVar("T")
+
+#: Seconds that a push may take that the server has announced.
+_PUSH: Final = 0.25
+#: Seconds between two looks of one who waits while nothing is pushed.
+_PAUSE: Final = 0.05
+#: Seconds after which what nobody asks for goes back: whoever stopped asking must not keep it from others.
+_STALE: Final = 1.0
+#: How many are got at most for one who asks: if the first of them has to run alone, the others go back again.
+_AT_ONCE: Final = 8
+#: How many new ones in a row it takes to trust again, once something came back.
+_TRUST: Final = 50
+#: Of all clients of this process together, so that no two deliveries have the same receipt.
+_numbers = count(1)
+
+
+class Consumer:
+    """The claims of one client on one queue; all but ``take`` is called on the line's own thread."""
+
+    def __init__(
+        self,
+        queue: str,
+        connection: Connection,
+        *,
+        prepare: Callable[[], Awaitable[None]],
+        arrived: Callable[[], None],
+        lost: Callable[[Sequence[Receipt]], None],
+        give_back: Callable[[Sequence[Message]], Awaitable[None]],
+    ) -> None:
+        self._queue = queue
+        self._connection = connection
+        self._prepare = prepare
+        self._arrived = arrived
+        self._lost = lost
+        self._give_back = give_back
+        self._opening = asyncio.Lock()
+        self._getting = asyncio.Lock()
+        self._channel: Channel | None = None
+        self._ended = False
+        #: The number of the channel that is open; 0 when none is.
+        self.number = 0
+        self._consumers: list[str] = []
+        #: How much the server may have handed out at a time.
+        self._room = 0
+        #: Whether messages are got one by one, and how many new ones are to come before they are pushed.
+        self._careful = True
+        self._doubts = 1
+        #: What was pushed and is to go back, and who sees to that.
+        self._surplus: list[Message] = []
+        #: What was pushed although it had come back: the next to be taken, when all that was pushed with it is gone.
+        self._suspect: Message | None = None
+        self._calming: asyncio.Task[None] | None = None
+        #: What came and was not taken yet.
+        self.waiting: deque[Message] = deque()
+        #: In the order of their tags: all that the server has not been told the end of.
+        self._unacked: dict[int, Message] = {}
+        #: Those of them that were got; the rest was pushed, and takes room.
+        self._got: set[int] = set()
+        #: Those of them that are being settled.
+        self._leaving: set[int] = set()
+        self._empty: Callable[[], None] = _nothing
+        self._bell: asyncio.Future[None] | None = None
+        self._barrier: asyncio.Task[int] | None = None
+        self._next_barrier: asyncio.Task[int] | None = None
+        self._looking: asyncio.TimerHandle | None = None
+        #: Since when the last one that came had been ready.
+        self.newest: float | None = None
+
+    # -- taking -------------------------------------------------------------------------------------
+
+    def take(self, most: int) -> list[Message]:
+        """At most so many of what came; from any thread."""
+        found: list[Message] = []
+        with suppress(IndexError):
+            while len(found) < most:
+                found.append(self.waiting.popleft())
+        return found
+
+    @property
+    def handed_out(self) -> int:
+        return len(self._unacked) - len(self.waiting)
+
+    async def want(self, most: int, seconds: float) -> None:
+        """Return when something can be taken, or there is nothing for *seconds*; ConnectionLost if nobody can say."""
+        end = time.monotonic() + seconds
+        while not self.waiting:
+            await self._opened()
+            if self._careful:
+                # Whole, although its caller may be cancelled: what was asked for comes, and must find its place.
+                await asyncio.shield(_heeded(self._get(most)))
+            if not self._careful:
+                self._make_room(self.handed_out + most - len(self._got))
+            left = end - time.monotonic()
+            if self.waiting or (self._careful and left <= 0):
+                return
+            if self._careful:
+                await asyncio.sleep(min(left, _PAUSE))
+                continue
+            bell = self._ring()
+            # The answer also says that the line is there: an empty queue and a dead line look the same otherwise.
+            ready = _heeded(self.barrier())
+            await asyncio.wait((bell, ready), return_when=asyncio.FIRST_COMPLETED)
+            if self.waiting:
+                return
+            if await ready and self.handed_out - len(self._got) < self._room and not self.waiting:
+                await asyncio.wait((bell,), timeout=_PUSH)
+            left = end - time.monotonic()
+            if left <= 0 or self.waiting:
+                return
+            await asyncio.wait((bell,), timeout=left)
+
+    def _ring(self) -> asyncio.Future[None]:
+        """A future that is done when something has come or the channel is gone."""
+        if self._bell is None or self._bell.done():
+            self._bell = asyncio.get_running_loop().create_future()
+        return self._bell
+
+    def _make_room(self, wanted: int) -> None:
+        if wanted <= self._room or self._channel is None:
+            return
+        # Beside those there are: a consumer's room cannot be changed, and giving one up costs what is on its way to it.
+        channel, self._room, more = self._channel, wanted, wanted - self._room
+        try:
+            channel.raw.basic_qos(prefetch_count=more)
+            self._consumers.append(channel.raw.basic_consume(self._queue, self._on_message(self.number)))
+        except AMQPError as error:
+            raise ConnectionLost("the connection to RabbitMQ is gone") from error
+
+    def _on_message(self, number: int) -> Callable[[Any, Any, Any, bytes], None]:
+        def on_message(_channel: Any, method: Any, properties: Any, body: bytes) -> None:
+            if number == self.number:
+                message = Message(Receipt(number, method.delivery_tag), body, properties)
+                self._pushed(message)
+
+        return on_message
+
+    def _pushed(self, message: Message) -> None:
+        self._note(message)
+        if self._careful:  # nobody has asked for it
+            self._surplus.append(message)
+            self._be_careful()
+        elif message.deliveries > 1:
+            self._suspect = message
+            self._be_careful()
+        else:
+            self._offer(message)
+
+    def _note(self, message: Message) -> None:
+        self._unacked[message.receipt.tag] = message
+        self._doubts = _TRUST if message.deliveries > 1 else self._doubts - 1
+
+    def _offer(self, message: Message) -> None:
+        """It can be taken."""
+        self.newest = message.since
+        first = not self.waiting
+        self.waiting.append(message)
+        if first:
+            self._announce()
+
+    def _announce(self) -> None:
+        if self._bell is not None and not self._bell.done():
+            self._bell.set_result(None)
+        self._arrived()
+        self._look_later()
+
+    def _look_later(self) -> None:
+        if self._looking is None:
+            loop = asyncio.get_running_loop()
+            self._looking = loop.call_later(_STALE, self._look)
+
+    def _look(self) -> None:
+        """What has waited for too long goes back, and nothing more is pushed until somebody asks."""
+        self._looking = None
+        if not self.waiting:
+            return
+        if time.time() - self.waiting[0].seen >= _STALE:
+            self._surplus.extend(self.take(len(self.waiting)))
+            self._be_careful()
+        else:
+            self._look_later()
+
+    def _be_careful(self) -> None:
+        """Have nothing pushed any more, and give back what waits: it comes again when it is asked for."""
+        if not self._careful:
+            self._careful = True
+            self._surplus.extend(self.take(len(self.waiting)))
+        if not self._is_calming:
+            self._calming = _heeded(self._calm())
+
+    @property
+    def _is_calming(self) -> bool:
+        return self._calming is not None and not self._calming.done()
+
+    async def _calm(self) -> None:
+        end = time.monotonic() + _PUSH
+        # The server counts a delivery for whatever is on its way when it is told to stop. So it is told when it has
+        # nothing to push, or may not push any more.
+        while len(self._unacked) - len(self._got) < self._room and time.monotonic() < end:
+            if not await self.barrier():
+                break
+        consumers, self._consumers, self._room = self._consumers, [], 0
+        if self._channel is not None and self._channel.is_open:
+            for tag in consumers:
+                # Not basic_cancel: the client would reject what still comes.
+                self._channel.raw._send_method(Basic.Cancel(tag, nowait=True))  # noqa: SLF001 - there is no other way
+            await self.barrier()
+        while self._surplus:
+            surplus, self._surplus = self._surplus, []
+            await self._give_back(surplus)
+        suspect, self._suspect = self._suspect, None
+        if suspect is not None:
+            self._offer(suspect)
+
+    async def _get(self, most: int) -> None:
+        """Get at most so many; as soon as one is new, have the rest pushed."""
+        async with self._getting:
+            # Whoever is handed out next may be the one that ends this process; nobody else is to pay for it.
+            await self._calmed()
+            while self._careful and len(self.waiting) < min(most, _AT_ONCE):
+                channel = await self._opened()
+                async with self._connection.answering("get a message"):
+                    try:
+                        got = await channel.ask(self._getter(channel))
+                    except Refused as error:
+                        raise _refused(error) from error
+                if not got:
+                    # What is held and came back before may come back again at once.
+                    held = any(message.deliveries > 1 for message in self._unacked.values())
+                    self._doubts = _TRUST if held else 0
+                # Nothing is pushed anew while what was pushed goes back.
+                self._careful = self._doubts > 0 or self._is_calming
+                if not got:
+                    return
+
+    def _getter(self, channel: Channel) -> Callable[[Callable[[Any], None]], None]:
+        """Asks for one, and tells whether it came."""
+        number = self.number
+
+        def get(told: Callable[[Any], None]) -> None:
+            def came(_channel: Any, method: Any, properties: Any, body: bytes) -> None:
+                # Here and not where it is awaited: what is behind it may come before that, and tags must stay in order.
+                if number == self.number:
+                    self._got.add(method.delivery_tag)
+                    message = Message(Receipt(number, method.delivery_tag), body, properties)
+                    self._note(message)
+                    self._offer(message)
+                told(True)  # noqa: FBT003 - a callback has no names
+
+            self._empty = lambda: told(False)  # noqa: FBT003 - as above
+            channel.raw.basic_get(self._queue, came)
+
+        return get
+
+    # -- the channel ----------------------------------------------------------------------------------
+
+    async def _opened(self) -> Channel:
+        async with self._opening:
+            if self._ended:
+                raise ConnectionLost(f"the queue {self._queue!r} was closed during the call")
+            if self._channel is None or not self._channel.is_open:
+                await self._prepare()
+                channel = await self._connection.channel()
+                self.number = number = next(_numbers)
+                self._channel, self._careful, self._doubts, self._room, self._consumers = channel, True, 1, 0, []
+                channel.when_closed(lambda _: self._closed(number))
+                channel.raw.add_on_cancel_callback(lambda _: self._cancelled(channel))
+                channel.raw.add_callback(lambda _: self._empty(), [Basic.GetEmpty], one_shot=False)
+            return self._channel
+
+    def _cancelled(self, channel: Channel) -> None:
+        """The server pushes no more: the queue was deleted, or another node leads it now."""
+        channel.lose(ConnectionLost("RabbitMQ has cancelled the consumer: the queue is gone, or has another leader"))
+        channel.close()
+
+    def _closed(self, number: int) -> None:
+        """Whatever was handed out over that channel is the server's again."""
+        if number != self.number:
+            return
+        gone = [message.receipt for message in self._unacked.values()]
+        self.number, self._room, self._careful = 0, 0, True
+        self.waiting.clear()
+        self._surplus.clear()
+        self._suspect = None
+        self._unacked.clear()
+        self._got.clear()
+        self._leaving.clear()
+        if self._bell is not None and not self._bell.done():
+            self._bell.set_result(None)
+        if gone:
+            self._lost(gone)
+            self._arrived()
+
+    async def empty(self) -> None:
+        """Have nothing pushed any more, and give back what nobody took."""
+        await self._calmed()
+        if self._channel is not None and self._channel.is_open and (self.waiting or self._consumers):
+            self._surplus.extend(self.take(len(self.waiting)))
+            self._be_careful()
+        await self._calmed()
+
+    async def _calmed(self) -> None:
+        while self._calming is not None and not self._calming.done():
+            await asyncio.wait((self._calming,))
+
+    def hold(self, messages: Sequence[Message]) -> None:
+        """They could not be given back, and wait as before."""
+        held = [message for message in messages if message.receipt.channel == self.number]
+        self.stay(held)
+        self.waiting.extendleft(reversed(held))
+        if held:
+            self._announce()
+
+    async def close(self) -> None:
+        """Give the channel up, and with it every claim."""
+        channel, self._channel, self._ended = self._channel, None, True
+        if self._looking is not None:
+            self._looking.cancel()
+            self._looking = None
+        if channel is not None:
+            channel.lose(ConnectionLost("the queue was closed"))
+            channel.close()
+
+    # -- settling -------------------------------------------------------------------------------------
+
+    def leave(self, receipt: Any) -> Message | None:
+        """The message of *receipt*, which nobody else may settle from now on; None if it is not held."""
+        if not isinstance(receipt, Receipt) or receipt.channel != self.number or receipt.tag in self._leaving:
+            return None
+        message = self._unacked.get(receipt.tag)
+        if message is not None:
+            self._leaving.add(receipt.tag)
+        return message
+
+    def stay(self, messages: Iterable[Message]) -> None:
+        """They could not be settled, and are held as before."""
+        for message in messages:
+            if message.receipt.channel == self.number:
+                self._leaving.discard(message.receipt.tag)
+
+    def ack(self, messages: Sequence[Message]) -> bool:
+        """Tell the server that it may forget them; False if their channel is gone, and so are they."""
+        channel = self._channel
+        if not messages:
+            return True
+        if channel is None or not channel.is_open or any(each.receipt.channel != self.number for each in messages):
+            return False
+        tags = {message.receipt.tag for message in messages}
+        last = 0
+        for tag in self._unacked:
+            if tag not in tags:
+                break
+            last = tag
+        try:
+            if last:
+                channel.raw.basic_ack(last, multiple=True)
+            for tag in tags:
+                if tag > last:
+                    channel.raw.basic_ack(tag)
+                del self._unacked[tag]
+                self._leaving.discard(tag)
+                self._got.discard(tag)
+        except AMQPError:
+            return False
+        if self._careful and not self._unacked:
+            self._arrived()  # nobody is told of what comes while messages are got one by one
+        return True
+
+    async def barrier(self) -> int:
+        """How many are ready, asked behind everything that was written: the server has it all when it answers.
+
+        Acks have no answer of their own. Whoever asks while somebody else waits shares the next question.
+        """
+        if self._next_barrier is None:
+            self._next_barrier = _heeded(self._asked(self._barrier))
+        return await asyncio.shield(self._next_barrier)
+
+    async def _asked(self, before: asyncio.Task[int] | None) -> int:
+        if before is not None:
+            await asyncio.wait((before,))
+        self._barrier, self._next_barrier = self._next_barrier, None
+        channel = self._channel
+        if channel is None or channel.reason is not None:
+            raise ConnectionLost("the connection to RabbitMQ is gone")
+        async with self._connection.answering("tell how much is ready"):
+            try:
+                answer = await channel.ask(
+                    lambda told: channel.raw.queue_declare(self._queue, passive=True, callback=told)
+                )
+            except Refused as error:
+                raise _refused(error) from error
+        return int(answer.method.message_count)
+
+
+def _refused(error: Refused) -> ConnectionLost:
+    return ConnectionLost(f"RabbitMQ closed the channel: {error}")
+
+
+def _nothing() -> None: ...
+
+
+def _heeded(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """*work* as a task whose failure nobody may be left to see."""
+    task = asyncio.ensure_future(work)
+    task.add_done_callback(_unseen)
+    return task
+
+
+def _unseen(done: asyncio.Future[Any]) -> None:
+    """Nobody may look at it any more."""
+    if not done.cancelled():
+        done.exception()

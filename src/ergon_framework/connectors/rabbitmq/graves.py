@@ -1,0 +1,183 @@
+"""Graves: dead letters in a queue of their own, as the one record that every broker keeps.
+
+AMQP can look at a queue only by taking from it. Whoever lists or moves dead letters therefore has them to himself, by a
+queue that only one connection can have at a time, and gives back what stays by closing his connection.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import pika
+from pika.adapters.blocking_connection import BlockingChannel
+from pika.exceptions import AMQPError, ChannelClosedByBroker, NackError, UnroutableError
+
+from ergon_framework.connectors.base import DeadLetter, Delivery
+from ergon_framework.connectors.codec import Codec, UnencodableError, decode
+from ergon_framework.connectors.deadletters import Became, DeadLetterQuery, DeadLetterRecord, ReplayResult
+from ergon_framework.connectors.rabbitmq import topology
+from ergon_framework.connectors.rabbitmq.message import Message, Outgoing, Receipt, fresh
+from ergon_framework.errors import ConnectionLost
+
+#: Marks a message whose body is a record; one without it was put aside by the server itself.
+_MARK: Final = "ergon-dead"
+#: Why the server puts a message aside by itself, as our records say it.
+_LIMIT: Final = "delivery_limit"
+_LOCKED: Final = 405
+#: Seconds between two looks whether somebody else is done.
+_PAUSE: Final = 0.02
+_numbers = itertools.count()
+
+
+def buried(queue: str, delivery: Delivery, how: DeadLetter, *, headers: dict[str, str]) -> Outgoing:
+    """The record of *delivery* as a message."""
+    own = None if delivery.error is None else headers
+    at = time.time()
+    record = DeadLetterRecord.of(delivery, how, queue=queue, at=at, headers=own, place=_place(at))
+    properties = pika.BasicProperties(
+        headers={_MARK: "1"}, delivery_mode=2, content_type="application/json", message_id=record.place
+    )
+    return Outgoing(topology.dead(queue), record.model_dump_json().encode(), properties)
+
+
+def _place(at: float) -> str:
+    """A place that sorts by time, and is nobody else's."""
+    return f"{int(at * 1_000_000):017d}-{os.getpid():x}-{next(_numbers):x}-{os.urandom(4).hex()}"
+
+
+class Graves:
+    """The dead letters of one queue, over a connection that lives as long as one call."""
+
+    def __init__(
+        self,
+        queue: str,
+        codec: Codec,
+        *,
+        connect: Callable[[], pika.ConnectionParameters],
+        timeout: float,
+        days: float | None,
+    ) -> None:
+        self._queue = queue
+        self._codec = codec
+        self._connect = connect
+        self._timeout = timeout
+        self._arguments = topology.dead_arguments(days)
+
+    def listed(self, query: DeadLetterQuery, *, after: str | None, limit: int) -> list[DeadLetterRecord]:
+        """One page, the oldest first."""
+        with self._opened() as channel:
+            records = sorted((record for _, record in self._all(channel)), key=lambda record: record.place)
+        behind = (record for record in records if after is None or record.place > after)
+        return list(itertools.islice((record for record in behind if query.matches(record)), limit))
+
+    def replayed(self, places: Sequence[str]) -> list[ReplayResult]:
+        """Publish each to its queue, then take it away here: a crash in between leaves it in both."""
+        return self._moved(places, self._replay)
+
+    def discarded(self, places: Sequence[str]) -> list[ReplayResult]:
+        return self._moved(places, lambda _channel, _message, record: ReplayResult(record.place, Became.DISCARDED))
+
+    def _moved(
+        self, places: Sequence[str], move: Callable[[BlockingChannel, Message, DeadLetterRecord], ReplayResult]
+    ) -> list[ReplayResult]:
+        wanted, results = set(places), {place: ReplayResult(place, Became.GONE) for place in places}
+        with self._opened() as channel:
+            channel.confirm_delivery()
+            for message, record in self._all(channel):
+                if record.place in wanted:
+                    wanted.discard(record.place)
+                    results[record.place] = result = move(channel, message, record)
+                    if result.became is not Became.FAILED:
+                        channel.basic_ack(message.receipt.tag)
+        return [results.pop(place, ReplayResult(place, Became.GONE)) for place in places]
+
+    def _replay(self, channel: BlockingChannel, message: Message, record: DeadLetterRecord) -> ReplayResult:
+        try:
+            body, headers = self._original(message, record)
+            _, _, properties = outgoing = fresh(self._queue, body, headers, since=time.time())
+            channel.basic_publish("", outgoing.queue, body, properties, mandatory=True)
+        except (UnencodableError, UnroutableError, NackError) as error:
+            return ReplayResult(record.place, Became.FAILED, f"{type(error).__name__}: {error}"[:200])
+        return ReplayResult(record.place, Became.REPLAYED)
+
+    def _original(self, message: Message, record: DeadLetterRecord) -> tuple[bytes, Mapping[str, str]]:
+        if _MARK not in message.table:
+            return message.body, message.headers
+        if record.raw is not None and record.headers:  # what could not be read goes back as it came
+            return record.raw, record.headers
+        return self._codec.encode(record.fresh())
+
+    # -- reading ---------------------------------------------------------------------------------------
+
+    def _all(self, channel: BlockingChannel) -> Iterator[tuple[Message, DeadLetterRecord]]:
+        """All that is there now, held by *channel*."""
+        name = topology.dead(self._queue)
+        left = channel.queue_declare(name, durable=True, arguments=self._arguments).method.message_count
+        while left > 0:
+            method, properties, body = channel.basic_get(name)
+            if method is None or properties is None or body is None:
+                return
+            left -= 1
+            message = Message(Receipt(0, method.delivery_tag or 0), body, properties)
+            yield message, self._record(message)
+
+    def _record(self, message: Message) -> DeadLetterRecord:
+        if _MARK in message.table:
+            try:
+                return DeadLetterRecord.model_validate_json(message.body)
+            except ValueError:
+                pass  # somebody else's, with our mark: it is shown as what it is
+        deaths: Any = message.table.get("x-death")
+        first = deaths[0] if isinstance(deaths, list) and deaths and isinstance(deaths[0], dict) else {}
+        moment = first.get("time")
+        at = moment.timestamp() if moment is not None else message.since
+        headers = message.headers
+        transaction, error = decode(self._codec, message.body, headers, source=self._queue)
+        delivery = Delivery(transaction, message.receipt, message.deliveries, None, error)
+        place = f"{int(at * 1_000_000):017d}-{transaction.id[:64]}"
+        reason = str(message.table.get("x-first-death-reason") or "unknown")
+        return DeadLetterRecord.of(
+            delivery,
+            DeadLetter(_LIMIT if reason == _LIMIT else reason),
+            queue=self._queue,
+            at=at,
+            headers=None if error is None else headers,
+            place=place,
+        )
+
+    # -- having them to oneself --------------------------------------------------------------------------
+
+    @contextmanager
+    def _opened(self) -> Iterator[BlockingChannel]:
+        try:
+            connection = pika.BlockingConnection(self._connect())
+            try:
+                self._locked(connection)
+                yield connection.channel()
+            finally:
+                if connection.is_open:
+                    connection.close()
+        except ChannelClosedByBroker as error:
+            raise topology.refusal(topology.dead(self._queue), error.reply_text) from error
+        except (AMQPError, OSError) as error:
+            raise ConnectionLost(
+                f"the dead letters of {self._queue!r} cannot be reached: {type(error).__name__}: {error}"[:300]
+            ) from error
+
+    def _locked(self, connection: pika.BlockingConnection) -> None:
+        """Wait until nobody else looks at them; the lock ends with the connection, however that ends."""
+        end = time.monotonic() + self._timeout
+        while True:
+            try:
+                connection.channel().queue_declare(topology.lock(self._queue), exclusive=True)
+            except ChannelClosedByBroker as error:
+                if error.reply_code != _LOCKED or time.monotonic() > end:
+                    raise
+                connection.sleep(_PAUSE)
+            else:
+                return

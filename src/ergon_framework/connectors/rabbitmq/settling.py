@@ -1,0 +1,138 @@
+"""Settling: what a group of claims becomes.
+
+What is to live on is published first and acked then, so that a crash in between leaves it twice and never nowhere.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from ergon_framework.connectors.base import (
+    Ack,
+    ConnectorError,
+    DeadLetter,
+    Delivery,
+    Later,
+    Release,
+    Settlement,
+    SettleResult,
+    Settling,
+)
+from ergon_framework.connectors.codec import UnencodableError, write_headers
+from ergon_framework.connectors.rabbitmq import graves, topology
+from ergon_framework.connectors.rabbitmq.consumer import Consumer
+from ergon_framework.connectors.rabbitmq.declaring import Declarer
+from ergon_framework.connectors.rabbitmq.message import Message, Outgoing
+from ergon_framework.connectors.rabbitmq.publisher import Publisher
+from ergon_framework.errors import ConnectionLost
+from ergon_framework.failure import Failure
+
+SETTLED, LOST, FAILED = SettleResult.SETTLED, SettleResult.LOST, SettleResult.FAILED
+
+
+class Settler:
+    """Settles for one queue; lives on the line's own thread."""
+
+    def __init__(self, queue: str, consumer: Consumer, publisher: Publisher, declarer: Declarer) -> None:
+        self._queue = queue
+        self._consumer = consumer
+        self._publisher = publisher
+        self._declarer = declarer
+
+    async def settle(self, settlings: Sequence[Settling]) -> list[SettleResult]:
+        """One result each. What was written and not answered raises ConnectionLost: nobody knows what became of it."""
+        results = [FAILED] * len(settlings)
+        number = self._consumer.number
+        ending: list[tuple[int, Message]] = []
+        living: list[tuple[int, Message, Outgoing]] = []
+        for index, (delivery, how) in enumerate(settlings):
+            message = self._consumer.leave(delivery.receipt)
+            if message is None:
+                results[index] = LOST
+            elif type(how) is Ack:
+                ending.append((index, message))
+            else:
+                outgoing = self._outgoing(delivery, how, message)
+                if outgoing is None:
+                    self._consumer.stay([message])
+                else:
+                    living.append((index, message, outgoing))
+        # What ends need not wait for what lives on.
+        acked = self._consumer.ack([message for _, message in ending])
+        published = await self._published(living)
+        acked = self._consumer.ack([message for _, message in published]) and acked
+        ending += published
+        if not ending:
+            return results
+        await self._consumer.barrier()
+        if not acked or self._consumer.number != number:
+            raise ConnectionLost("the connection to RabbitMQ was lost while settling")
+        for index, _ in ending:
+            results[index] = SETTLED
+        return results
+
+    async def give_back(self, messages: Sequence[Message]) -> None:
+        """Release what was never handed out."""
+        kept = [message for message in messages if self._consumer.leave(message.receipt) is not None]
+        living = [(0, message, _released(self._queue, message)) for message in kept]
+        done = {id(message) for _, message in await self._published(living)}
+        self._consumer.ack([message for message in kept if id(message) in done])
+        self._consumer.hold([message for message in kept if id(message) not in done])
+
+    async def _published(self, living: list[tuple[int, Message, Outgoing]]) -> list[tuple[int, Message]]:
+        """Those that the server has; the others are held as before."""
+        if not living:
+            return []
+        try:
+            for queue in {outgoing.queue for *_, outgoing in living}:
+                await self._declarer.needed(queue)
+            problems = await self._publisher.publish([outgoing for *_, outgoing in living])
+        except (ConnectionLost, ConnectorError):
+            # Each may be asked for again; those beside them that only end have ended.
+            problems = ["unknown"] * len(living)
+        kept: list[tuple[int, Message]] = []
+        for (index, message, outgoing), problem in zip(living, problems, strict=True):
+            if problem:
+                self._declarer.forget(outgoing.queue)
+                self._consumer.stay([message])
+            else:
+                kept.append((index, message))
+        return kept
+
+    def _outgoing(self, delivery: Delivery, how: Settlement, message: Message) -> Outgoing | None:
+        """What is published in its place; None for what cannot be."""
+        match how:
+            case Release():
+                return _released(self._queue, message)
+            case Later():
+                return self._later(delivery, how, message)
+            case DeadLetter():
+                return self._buried(delivery, how, message)
+            case _:
+                return None
+
+    def _later(self, delivery: Delivery, how: Later, message: Message) -> Outgoing | None:
+        written: dict[str, str] | None = None
+        if delivery.error is None:  # what could not be read comes back as it was
+            try:
+                written = write_headers(delivery.transaction.replace(attempts=how.attempts, history=how.history))
+            except UnencodableError:
+                return None
+        wait = topology.step(how.delay) if how.delay > 0 else 0
+        target = topology.later(self._queue, wait) if wait else self._queue
+        return message.sent_on(
+            target, delivered=message.deliveries - 1, since=time.time() + wait / 1000, written=written
+        )
+
+    def _buried(self, delivery: Delivery, how: DeadLetter, message: Message) -> Outgoing | None:
+        if how.failure is not None and not isinstance(how.failure, Failure):
+            return None
+        try:
+            return graves.buried(self._queue, delivery, how, headers=message.headers)
+        except (ValueError, TypeError):
+            return None
+
+
+def _released(queue: str, message: Message) -> Outgoing:
+    return message.sent_on(queue, delivered=message.deliveries - 1)

@@ -1,0 +1,66 @@
+"""Messages: entries of a stream as bodies and headers, also those that some other producer wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from ergon_framework.connectors.base import UndecodableError
+from ergon_framework.connectors.codec import WIRE, Codec, UnencodableError, decode, to_json
+from ergon_framework.transaction import Transaction
+
+#: How often an entry was handed out at a cost before it was put back as a new one.
+DELIVERIES: Final = "ergon-deliveries"
+#: What a transaction brings home when it is put off, and loses when it is replayed.
+CHANGING: Final = ("ergon-attempts", "ergon-history", DELIVERIES)
+#: Names of headers that are read for nearly every message, and need not be decoded each time.
+_NAMES: Final = {row.header.encode(): row.header for row in WIRE} | {DELIVERIES.encode(): DELIVERIES}
+
+
+class Messages:
+    """Writes and reads the entries of one queue.
+
+    A header is a field, and the body is the field called *body*. What has none is somebody else's:
+    its fields are then the headers, and as one JSON object the body.
+    """
+
+    def __init__(self, codec: Codec, *, name: str, body: str) -> None:
+        self._codec = codec
+        self._name = name
+        self._body = body
+        self._field = body.encode()
+
+    def fields(self, transaction: Transaction) -> list[str | bytes]:
+        """The fields and values of *transaction*."""
+        body, headers = self._codec.encode(transaction)
+        if self._body in headers:
+            raise UnencodableError(f"a header of transaction {transaction.id!r} is called {self._body!r}, as the body")
+        fields: list[str | bytes] = [self._field, body]
+        for header, text in headers.items():
+            fields += (header, text)
+        return fields
+
+    def split(self, fields: Sequence[bytes]) -> tuple[bytes, dict[str, str]]:
+        """Body and headers of an entry."""
+        body: bytes | None = None
+        headers: dict[str, str] = {}
+        pairs = iter(fields)
+        for name, value in zip(pairs, pairs, strict=True):
+            if name == self._field:
+                body = value
+            else:
+                headers[_NAMES.get(name) or name.decode(errors="replace")] = value.decode(errors="replace")
+        return (to_json(headers).encode() if body is None else body), headers
+
+    def read(self, body: bytes, headers: Mapping[str, str]) -> tuple[Transaction, UndecodableError | None]:
+        """The transaction of an entry, or a stand-in for it and why."""
+        try:
+            return self._codec.decode(body, headers, source=self._name), None
+        except Exception:  # noqa: BLE001 - whatever it is, the next line tells it
+            return decode(self._codec, body, headers, source=self._name)
+
+
+def counted(headers: Mapping[str, str]) -> int:
+    """How many deliveries an entry had cost before it was put back; a producer's nonsense is none."""
+    text = headers.get(DELIVERIES)
+    return int(text) if text is not None and text.isascii() and text.isdigit() and len(text) < 10 else 0  # noqa: PLR2004

@@ -1,0 +1,398 @@
+"""Scripts: every step that must be one step of the server.
+
+An entry of the group's pending list is a claim. Its count grows with every claim, whoever makes
+it, and is never taken back, so that owner and count together name one claim and no other. What a
+delivery does not cost is counted beside, in a hash. What is released belongs to a consumer that
+does not exist, in its old place, and is taken from there first.
+
+Where something moves from one stream to another it is added to the second before it is taken from
+the first: whatever the server refuses then, for want of memory for instance, is still where it was.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ergon_framework.connectors.redis.operation import Script
+
+#: The consumer to whom belongs what was given back.
+RETURNED: Final = "ergon:returned"
+#: How much of what is due is moved in one step.
+RIPE: Final = 200
+#: The most fields and values that one command can be given in Lua.
+MOST_FIELDS: Final = 7_000
+
+_TOOLS: Final = f"""
+local RETURNED, MOST = '{RETURNED}', {MOST_FIELDS}
+
+local function milliseconds()
+    local time = redis.call('TIME')
+    return time[1] * 1000 + math.floor(time[2] / 1000)
+end
+
+-- The fields of an entry without those that *drop* names or begin as it says.
+local function without(fields, drop)
+    local kept = {{}}
+    for at = 1, #fields, 2 do
+        local name = fields[at]
+        if not drop[name] and string.sub(name, 1, 11) ~= 'ergon-dead-' then
+            kept[#kept + 1] = name
+            kept[#kept + 1] = fields[at + 1]
+        end
+    end
+    return kept
+end
+
+-- Adds an entry; nil where the server refuses it.
+local function added(stream, fields)
+    if #fields > MOST or #fields == 0 then return nil end
+    local id = redis.pcall('XADD', stream, '*', unpack(fields))
+    if type(id) == 'table' then return nil end
+    return id
+end
+
+local function rings(bell)
+    redis.pcall('XADD', bell, 'MAXLEN', '1', '*', 'rung', '1')
+end
+"""
+
+#: Keys: stream, later, due, free, bell. Arguments: group, consumer, how many, lease in ms, cursor or '', whether it
+#: wants to be woken. Answers with the cursor, what came back, its counts and free deliveries, what is new; and for
+#: whom it finds nothing: the last id that was handed out, the last ring, and the ms until something is due.
+FETCH: Final = Script(
+    _TOOLS
+    + f"""
+local stream, later, due, free, bell = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
+local group, me, want, lease, cursor = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4], ARGV[5]
+local now = milliseconds()
+for _, id in ipairs(redis.call('ZRANGEBYSCORE', due, '-inf', now, 'LIMIT', 0, {RIPE})) do
+    local entry = redis.call('XRANGE', later, id, id)[1]
+    if entry == nil or added(stream, entry[2]) then
+        redis.call('ZREM', due, id)
+        redis.call('XDEL', later, id)
+    end
+end
+local back = {{}}
+if cursor ~= '' then
+    local claimed = redis.call('XAUTOCLAIM', stream, group, me, lease, cursor, 'COUNT', want)
+    cursor = claimed[1]
+    for _, entry in ipairs(claimed[2]) do
+        -- Before Redis 7 what was deleted meanwhile is answered as nothing.
+        if entry and entry[2] then back[#back + 1] = entry end
+    end
+end
+if #back < want then
+    local given = redis.call('XPENDING', stream, group, '-', '+', want - #back, RETURNED)
+    if #given > 0 then
+        local ids = {{}}
+        for at, each in ipairs(given) do ids[at] = each[1] end
+        for _, entry in ipairs(redis.call('XCLAIM', stream, group, me, 0, unpack(ids))) do
+            if entry and entry[2] then back[#back + 1] = entry end
+        end
+    end
+end
+local counts, freed = {{}}, {{}}
+for at, entry in ipairs(back) do
+    local pending = redis.call('XPENDING', stream, group, entry[1], entry[1], 1)[1]
+    counts[at] = pending[4]
+    freed[at] = tonumber(redis.call('HGET', free, entry[1]) or 0)
+end
+local fresh = {{}}
+if #back < want then
+    local read = redis.call('XREADGROUP', 'GROUP', group, me, 'COUNT', want - #back, 'STREAMS', stream, '>')
+    if read then fresh = read[1][2] end
+end
+if #back + #fresh > 0 or ARGV[6] == '0' then
+    return {{cursor, back, counts, freed, fresh}}
+end
+local last, rung, soon = '0-0', '0-0', -1
+for _, info in ipairs(redis.call('XINFO', 'GROUPS', stream)) do
+    local named = {{}}
+    for at = 1, #info, 2 do named[info[at]] = info[at + 1] end
+    if named['name'] == group then last = named['last-delivered-id'] end
+end
+local ring = redis.call('XREVRANGE', bell, '+', '-', 'COUNT', 1)[1]
+if ring then rung = ring[1] end
+local first = redis.call('ZRANGE', due, 0, 0, 'WITHSCORES')
+if first[2] then soon = math.min(math.max(0, first[2] - now), 1e9) end
+return {{cursor, back, counts, freed, fresh, last, rung, soon}}
+"""
+)
+
+_HELD: Final = """
+local function held(stream, group, me, id, count)
+    local pending = redis.call('XPENDING', stream, group, id, id, 1)[1]
+    return pending and pending[2] == me and pending[4] == tonumber(count)
+end
+"""
+
+#: Keys: stream, later, due, free, dead, bell. Arguments: group, consumer, how many acks, id and count of each; then
+#: of every other settlement its kind, id, count and three more. Answers with a letter each: s, l or f.
+SETTLE: Final = Script(
+    _TOOLS
+    + _HELD
+    + """
+local stream, later, due, free, dead, bell = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
+local group, me, acks = ARGV[1], ARGV[2], tonumber(ARGV[3])
+-- Whoever else reads this stream in a group of his own needs what is done here.
+local alone = #redis.call('XINFO', 'GROUPS', stream) == 1
+local counted = redis.call('EXISTS', free) == 1
+local answers, done, over = {}, {}, {}
+
+local function gone(id)
+    done[#done + 1] = id
+    over[id] = true
+    return 's'
+end
+
+-- One look at what is in hand is as dear as three at single entries; what it does not show is looked for by itself.
+local mine = {}
+if acks > 3 then
+    for _, pending in ipairs(redis.call('XPENDING', stream, group, '-', '+', acks + 10, me)) do
+        mine[pending[1]] = pending[4]
+    end
+end
+for at = 4, 2 + 2 * acks, 2 do
+    local id, count = ARGV[at], ARGV[at + 1]
+    local yes = not over[id]
+    if yes and mine[id] then
+        yes = mine[id] == tonumber(count)
+    elseif yes then
+        yes = held(stream, group, me, id, count)
+    end
+    answers[#answers + 1] = yes and gone(id) or 'l'
+end
+
+local function content(id)
+    local entry = redis.call('XRANGE', stream, id, id)[1]
+    return entry and entry[2]
+end
+
+local rung = false
+local settle = {
+    ack = gone,
+    release = function(id)
+        redis.call('XCLAIM', stream, group, RETURNED, 0, id, 'JUSTID')
+        redis.call('HINCRBY', free, id, 1)
+        rung = true
+        return 's'
+    end,
+    -- The delay in ms, the fields that replace others, and the names of those.
+    later = function(id, delay, replaced, fields)
+        local kept = content(id)
+        if not kept then
+            gone(id)
+            return 'l'
+        end
+        local drop = {}
+        for _, name in ipairs(cjson.decode(replaced)) do drop[name] = true end
+        kept = without(kept, drop)
+        for _, text in ipairs(cjson.decode(fields)) do kept[#kept + 1] = text end
+        delay = tonumber(delay)
+        if delay <= 0 then
+            return added(stream, kept) and gone(id) or 'f'
+        end
+        local place = added(later, kept)
+        if not place then return 'f' end
+        local first = redis.call('ZRANGE', due, 0, 0, 'WITHSCORES')
+        local moment = milliseconds() + delay
+        redis.call('ZADD', due, moment, place)
+        -- Whoever sleeps until something later is due has to know.
+        if not first[2] or moment < tonumber(first[2]) then rung = true end
+        return gone(id)
+    end,
+    -- What is said of it, as fields.
+    dead = function(id, said)
+        local kept = content(id)
+        if not kept then
+            gone(id)
+            return 'l'
+        end
+        kept = without(kept, {})
+        for _, text in ipairs(cjson.decode(said)) do kept[#kept + 1] = text end
+        return added(dead, kept) and gone(id) or 'f'
+    end,
+}
+for at = 4 + 2 * acks, #ARGV, 6 do
+    local id = ARGV[at + 1]
+    if not over[id] and held(stream, group, me, id, ARGV[at + 2]) then
+        answers[#answers + 1] = settle[ARGV[at]](id, ARGV[at + 3], ARGV[at + 4], ARGV[at + 5])
+    else
+        answers[#answers + 1] = 'l'
+    end
+end
+if #done > 0 then
+    redis.call('XACK', stream, group, unpack(done))
+    if alone then redis.call('XDEL', stream, unpack(done)) end
+    if counted then redis.call('HDEL', free, unpack(done)) end
+end
+if rung then rings(bell) end
+return table.concat(answers)
+"""
+)
+
+#: Keys: stream. Arguments: group, consumer, id and count of each. Answers with 1 for each that is held, and 0.
+EXTEND: Final = Script(
+    _HELD
+    + """
+local stream, group, me = KEYS[1], ARGV[1], ARGV[2]
+local answers, mine = {}, {}
+for at = 3, #ARGV, 2 do
+    local yes = held(stream, group, me, ARGV[at], ARGV[at + 1])
+    answers[#answers + 1] = yes and '1' or '0'
+    if yes then mine[#mine + 1] = ARGV[at] end
+end
+-- Without a word about the count: with JUSTID it stays, and only the time begins anew.
+if #mine > 0 then
+    mine[#mine + 1] = 'JUSTID'
+    redis.call('XCLAIM', stream, group, me, 0, unpack(mine))
+end
+return table.concat(answers)
+"""
+)
+
+#: Keys: stream, dead. Arguments: how many fields to leave out, their names, then the places. Answers with a letter
+#: each: s, g for one that was not there, f.
+REPLAY: Final = Script(
+    _TOOLS
+    + """
+local stream, dead, drop, answers = KEYS[1], KEYS[2], {}, {}
+local names = tonumber(ARGV[1])
+for at = 2, 1 + names do drop[ARGV[at]] = true end
+for at = 2 + names, #ARGV do
+    local entry = redis.call('XRANGE', dead, ARGV[at], ARGV[at])[1]
+    if not entry then
+        answers[#answers + 1] = 'g'
+    elseif added(stream, without(entry[2], drop)) then
+        redis.call('XDEL', dead, ARGV[at])
+        answers[#answers + 1] = 's'
+    else
+        answers[#answers + 1] = 'f'
+    end
+end
+return table.concat(answers)
+"""
+)
+
+#: Keys: stream, later, due, dead. Arguments: group. Answers with what is ready, delayed, in flight and dead, and the
+#: age of the oldest that is ready in ms, or -1.
+DEPTH: Final = Script(
+    _TOOLS
+    + """
+local stream, later, due, dead, group = KEYS[1], KEYS[2], KEYS[3], KEYS[4], ARGV[1]
+local now = milliseconds()
+local ripe = redis.call('ZCOUNT', due, '-inf', now)
+local delayed, buried = redis.call('XLEN', later) - ripe, redis.call('XLEN', dead)
+local last, groups, lag = '0-0', 0, nil
+if redis.call('EXISTS', stream) == 1 then
+    for _, info in ipairs(redis.call('XINFO', 'GROUPS', stream)) do
+        local named = {}
+        for at = 1, #info, 2 do named[info[at]] = info[at + 1] end
+        if named['name'] == group then
+            last, lag = named['last-delivered-id'], named['lag']
+            groups = groups + 1
+        else
+            groups = groups + 2
+        end
+    end
+end
+local pending, returned = 0, 0
+if groups % 2 == 1 then
+    local summary = redis.call('XPENDING', stream, group)
+    pending = summary[1]
+    for _, each in ipairs(summary[4] or {}) do
+        if each[1] == RETURNED then returned = tonumber(each[2]) end
+    end
+end
+local fresh = redis.call('XLEN', stream) - pending
+if groups > 1 then
+    -- What is done here stays for the others, so that the length says nothing.
+    fresh = lag or #redis.call('XRANGE', stream, '(' .. last, '+', 'COUNT', 100000)
+end
+local oldest = -1
+local function older(id)
+    if id then oldest = math.max(oldest, now - tonumber(string.match(id, '^%d+'))) end
+end
+local first = redis.call('XRANGE', stream, '(' .. last, '+', 'COUNT', 1)[1]
+older(first and first[1])
+if returned > 0 then
+    older(redis.call('XPENDING', stream, group, '-', '+', 1, RETURNED)[1][1])
+end
+local soonest = ripe > 0 and redis.call('ZRANGE', due, 0, 0, 'WITHSCORES')[2]
+if soonest then oldest = math.max(oldest, now - tonumber(soonest)) end
+return {fresh + returned + ripe, delayed, pending - returned, buried, oldest}
+"""
+)
+
+#: Keys: the stream to look through. Arguments: the id behind which it goes on, how much of it, the name of the field
+#: with ids, the ids that are looked for. Answers with where it got to, the ids that are there, and the entries
+#: without such a field.
+LOOK: Final = Script(
+    """
+local wanted, found, unnamed, last = {}, {}, {}, false
+for at = 4, #ARGV do wanted[ARGV[at]] = true end
+for _, entry in ipairs(redis.call('XRANGE', KEYS[1], ARGV[1], '+', 'COUNT', ARGV[2])) do
+    local name = nil
+    for at = 1, #entry[2], 2 do
+        if entry[2][at] == ARGV[3] then name = entry[2][at + 1] end
+    end
+    if name == nil then
+        unnamed[#unnamed + 1] = entry[2]
+    elseif wanted[name] then
+        found[#found + 1] = name
+    end
+    last = entry[1]
+end
+return {last, found, unnamed}
+"""
+)
+
+#: Keys: stream. Arguments: group, ms of idleness after which a consumer without anything in hand is forgotten.
+#: Forgetting one that holds something would throw its claims away, so both are one step. Where others read the
+#: stream too, what is done here was left to them: cut off what everybody has done.
+TIDY: Final = Script(
+    _TOOLS
+    + """
+local stream, group, idle = KEYS[1], ARGV[1], tonumber(ARGV[2])
+local groups = redis.call('XINFO', 'GROUPS', stream)
+for _, info in ipairs(redis.call('XINFO', 'CONSUMERS', stream, group)) do
+    local named = {}
+    for at = 1, #info, 2 do named[info[at]] = info[at + 1] end
+    if named['pending'] == 0 and named['idle'] > idle and named['name'] ~= RETURNED then
+        redis.call('XGROUP', 'DELCONSUMER', stream, group, named['name'])
+    end
+end
+if #groups < 2 then return 0 end
+
+local function parts(id)
+    local ms, number = string.match(id, '^(%d+)-(%d+)$')
+    return tonumber(ms), tonumber(number)
+end
+
+local function before(one, other)
+    local ms, number = parts(one)
+    local other_ms, other_number = parts(other)
+    return ms < other_ms or (ms == other_ms and number < other_number)
+end
+
+local lowest = nil
+for _, info in ipairs(groups) do
+    local named = {}
+    for at = 1, #info, 2 do named[info[at]] = info[at + 1] end
+    local keep = named['last-delivered-id']
+    local summary = redis.call('XPENDING', stream, named['name'])
+    if summary[1] > 0 and before(summary[2], keep) then keep = summary[2] end
+    if lowest == nil or before(keep, lowest) then lowest = keep end
+end
+-- The last that was handed out stays too: a little more than need be is kept, never less.
+return redis.call('XTRIM', stream, 'MINID', lowest)
+"""
+)
+
+#: Keys: stream. Arguments: group, consumer. A consumer that leaves with empty hands is forgotten.
+LEAVE: Final = Script("""
+if #redis.call('XPENDING', KEYS[1], ARGV[1], '-', '+', 1, ARGV[2]) == 0 then
+    return redis.call('XGROUP', 'DELCONSUMER', KEYS[1], ARGV[1], ARGV[2])
+end
+return 0
+""")

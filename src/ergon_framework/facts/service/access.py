@@ -1,0 +1,97 @@
+"""Access: who may do what at a boundary, as a pure decision.
+
+The store belongs to its own zones, which append and put there. Every other zone reads what is from it or for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from ergon_framework.facts.boundary import KnownObject, LogState
+from ergon_framework.facts.errors import AccessDenied, ArtifactUnknown
+from ergon_framework.facts.model import Pair, check_zone
+from ergon_framework.facts.service.identity import Identity
+
+#: What the names of readers begin with who read back what their own zone has sent. All others are the receiver's:
+#: whoever confirms in the name of somebody else's reader would let retention take what that reader never had.
+SENDER = "sender:"
+
+
+class Access:
+    """The rules of one service, whose store belongs to *zones*."""
+
+    def __init__(self, zones: Collection[str]) -> None:
+        for zone in zones:
+            check_zone("zone", zone)
+        self._own = frozenset(zones)
+
+    def append(self, who: Identity, zones: Iterable[str]) -> None:
+        """Whether *who* may append as all of these zones."""
+        for zone in zones:
+            if zone not in who.zones:
+                raise AccessDenied(f"facts from {zone!r} are appended by that zone only, and this is {who.name}")
+            if zone not in self._own:
+                raise AccessDenied(
+                    f"{zone!r} appends to a store of its own, and this one belongs to {self._owners}: facts from "
+                    "elsewhere arrive here over the line"
+                )
+
+    def ask(self, who: Identity, from_zone: str) -> None:
+        """Whether *who* may ask what became of a fact."""
+        if from_zone not in who.zones and who.operator is None:
+            raise AccessDenied(f"only {from_zone!r} may ask what became of its facts, and this is {who.name}")
+
+    def look(self, who: Identity, pair: Pair) -> None:
+        """Whether *who* may ask how far somebody has come with *pair*."""
+        if who.operator is None and not touches(who, pair):
+            raise _foreign(who, pair)
+
+    def read(self, who: Identity, pair: Pair, reader: str) -> None:
+        """Whether *who* may read *pair* as *reader*, and confirm in that name."""
+        if not touches(who, pair):
+            raise _foreign(who, pair)
+        owner = pair.from_zone if reader.startswith(SENDER) else pair.to_zone
+        if owner not in who.zones:
+            raise AccessDenied(
+                f"the reader {reader!r} belongs to {owner!r}, and this is {who.name}; whoever reads back what he has "
+                f"sent takes a name that begins with {SENDER!r}"
+            )
+
+    def put(self, who: Identity) -> None:
+        """Whether *who* may store artifacts."""
+        if not who.zones & self._own:
+            raise AccessDenied(f"artifacts are stored by {self._owners} only, and this is {who.name}")
+
+    def get(self, who: Identity, bucket: str, key: str, known: KnownObject | None) -> None:
+        """Whether *who* may read an artifact. To a stranger it is not there, whether it is or not."""
+        if who.zones & self._own:
+            return
+        if known is None or not any(touches(who, pair) for pair in known.named_by):
+            raise ArtifactUnknown(f"no retained fact from or for {who.name} names an artifact {bucket}/{key}")
+
+    def operate(self, who: Identity) -> str:
+        """The name of the operator; nobody else may."""
+        if who.operator is None:
+            raise AccessDenied(
+                f"it takes the certificate of an operator, ergon://operator/NAME, and this is {who.name}"
+            )
+        return who.operator
+
+    def visible(self, who: Identity, logs: Iterable[LogState]) -> list[LogState]:
+        """What of a survey *who* may see."""
+        return [log for log in logs if who.operator is not None or touches(who, log.pair)]
+
+    @property
+    def _owners(self) -> str:
+        return ", ".join(map(repr, sorted(self._own))) or "nobody"
+
+
+def touches(who: Identity, pair: Pair) -> bool:
+    """Whether a pair of zones is from or for *who*."""
+    return not who.zones.isdisjoint(pair)
+
+
+def _foreign(who: Identity, pair: Pair) -> AccessDenied:
+    return AccessDenied(
+        f"facts from {pair.from_zone!r} to {pair.to_zone!r} are for these two zones only, and this is {who.name}"
+    )

@@ -1,0 +1,13 @@
+"""Libraries of the service and its clients, which not everybody has installed."""
+
+from __future__ import annotations
+
+from ergon_framework.errors import extra
+
+
+def needed() -> None:
+    """Say which extra is missing, if one is, before anything fails in the middle."""
+    extra("grpc", "grpc")
+    extra("grpc", "grpc_health")
+    extra("grpc", "google.protobuf")
+    extra("grpc", "cryptography")

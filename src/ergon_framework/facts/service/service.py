@@ -1,0 +1,286 @@
+"""BoundaryService: each call of the protocol, from its bytes over the caller's rights to the store, and back."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, suppress
+from typing import Any, Final
+
+import grpc
+from google.protobuf.message import Message
+
+from ergon_framework.errors import ConnectionLost
+from ergon_framework.facts.boundary import Appended, AsyncBoundary
+from ergon_framework.facts.errors import AccessDenied, FactError, InvalidFactError
+from ergon_framework.facts.model import FactConfirmation
+from ergon_framework.facts.service import boundary_pb2 as wire
+from ergon_framework.facts.service import faults, identity, messages, refusals, requests
+from ergon_framework.facts.service.access import Access
+from ergon_framework.facts.service.fetching import fetched
+from ergon_framework.facts.service.identity import Identity
+from ergon_framework.facts.service.revoked import Revoked
+
+NAME: Final = "ergon.facts.v1.Boundary"
+#: The largest piece of an artifact in one message.
+PIECE: Final = 1024 * 1024
+#: Seconds for which somebody who goes on sending what was refused is listened to, so that he can hear why.
+LINGER: Final = 5.0
+#: Seconds after which somebody who only listens is looked at again.
+LOOK: Final = 1.0
+
+
+class BoundaryService:
+    """A store as others may use it; *patience* is how many seconds a call may take, or a stream may stand still."""
+
+    def __init__(
+        self,
+        store: AsyncBoundary,
+        access: Access,
+        revoked: Revoked,
+        *,
+        patience: float = 30.0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._store = store
+        self._access = access
+        self._revoked = revoked
+        self._patience = patience
+        self._clock = clock
+        self._leaving = False
+        self._bells: set[asyncio.Event] = set()
+
+    def leave(self) -> None:
+        """Whoever only listens is sent away; everybody else may finish."""
+        self._leaving = True
+        for bell in self._bells:
+            bell.set()
+
+    # -- facts ----------------------------------------------------------------------------------------
+
+    async def _describe(self, who: Identity, data: bytes) -> Message:  # noqa: ARG002 - everybody with a name may
+        requests.parse(wire.DescribeRequest, data)
+        return messages.write_description(self._store.epoch, self._store.capabilities)
+
+    async def _append_fact(self, who: Identity, data: bytes) -> Message:
+        envelope, fact = requests.append_fact(data)
+        self._access.append(who, [envelope.from_zone])
+        return messages.write_confirmation(await self._store.append_fact_async(envelope, fact))
+
+    async def _append_facts(self, who: Identity, data: bytes) -> Message:
+        given = requests.append_facts(data)
+        sound = [each for each in given if not isinstance(each, FactError)]
+        self._access.append(who, {envelope.from_zone for envelope, _ in sound})
+        stored = iter(await self._store.append_facts_async(sound) if sound else ())
+        results = [each if isinstance(each, FactError) else next(stored) for each in given]
+        return wire.AppendFactsAnswer(results=map(_written, results))
+
+    async def _get_fact(self, who: Identity, data: bytes) -> Message:
+        from_zone, message_id = requests.get_fact(data)
+        self._access.ask(who, from_zone)
+        found = await self._store.get_fact_async(from_zone, message_id)
+        return wire.GetFactAnswer(confirmation=None if found is None else messages.write_confirmation(found))
+
+    # -- reading --------------------------------------------------------------------------------------
+
+    async def _fetch_facts(self, who: Identity, data: bytes) -> Message:
+        fetch = requests.fetch_facts(data)
+        self._access.read(who, fetch.pair, fetch.reader)
+        return wire.FetchFactsAnswer(facts=await fetched(self._store, fetch))
+
+    async def _confirm_receipt(self, who: Identity, data: bytes) -> Message:
+        reader, pair, cursor = requests.confirm_receipt(data)
+        self._access.read(who, pair, reader)
+        await self._store.confirm_receipt_async(reader, pair, cursor)
+        return wire.ConfirmReceiptAnswer()
+
+    async def _cursor_of(self, who: Identity, data: bytes) -> Message:
+        reader, pair = requests.cursor_of(data)
+        self._access.look(who, pair)
+        return _cursor(await self._store.cursor_of_async(reader, pair))
+
+    async def _end_of(self, who: Identity, data: bytes) -> Message:
+        pair = requests.end_of(data)
+        self._access.look(who, pair)
+        return _cursor(await self._store.end_of_async(pair))
+
+    async def _cursor_at(self, who: Identity, data: bytes) -> Message:
+        pair, unix_ms = requests.cursor_at(data)
+        self._access.look(who, pair)
+        return _cursor(await self._store.cursor_at_async(pair, unix_ms))
+
+    async def _retire_reader(self, who: Identity, data: bytes) -> Message:
+        reader, pair, by = requests.retire_reader(data)
+        operator = self._access.operate(who)
+        # The certificate is what was proven; whatever else was said stands beside it.
+        name = f"{operator} ({by})" if by and by != operator else operator
+        return wire.RetireReaderAnswer(retired=await self._store.retire_reader_async(reader, pair, by=name))
+
+    async def _survey(self, who: Identity, data: bytes) -> Message:
+        requests.parse(wire.SurveyRequest, data)
+        seen = self._access.visible(who, await self._store.survey_async())
+        return wire.SurveyAnswer(logs=map(messages.write_log, seen))
+
+    async def _watch(self, who: Identity, data: bytes, context: Any) -> None:
+        requests.parse(wire.WatchRequest, data)
+        loop, bell = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake() -> None:
+            # From any thread; a loop that is closed has nobody left who listens.
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(bell.set)
+
+        self._bells.add(bell)
+        unlisten = self._store.listen(wake)
+        bell.set()
+        try:
+            while True:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(bell.wait(), LOOK)
+                self._admit(who)
+                if self._leaving:
+                    raise ConnectionLost("the service is being stopped; listen to another one, or again later")
+                if bell.is_set():
+                    bell.clear()
+                    await self._write(context, wire.Ring())
+        finally:
+            unlisten()
+            self._bells.discard(bell)
+
+    # -- artifacts ------------------------------------------------------------------------------------
+
+    async def _put_object(self, who: Identity, incoming: AsyncIterator[bytes]) -> wire.Stored:
+        self._access.put(who)
+        header = requests.put_part(await self._next(incoming))
+        if not isinstance(header, requests.Put):
+            raise InvalidFactError("an upload begins with a header that says where it goes")
+        async with aclosing(self._pieces(who, incoming)) as pieces:
+            stored = await self._store.put_object_async(
+                header.bucket, header.key, pieces, expected=header.expected, begin=header.begin
+            )
+        return messages.write_stored(stored)
+
+    async def _pieces(self, who: Identity, incoming: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+        size = 0
+        while True:
+            part = requests.put_part(await self._next(incoming))
+            self._admit(who)
+            if isinstance(part, bytes):
+                size += len(part)
+                yield part
+            elif part == size:
+                return
+            else:
+                raise InvalidFactError(
+                    f"an upload ends with how many bytes it had, which are {size}; something is missing"
+                )
+
+    async def _next(self, incoming: AsyncIterator[bytes]) -> bytes:
+        try:
+            async with asyncio.timeout(self._patience):
+                return await anext(incoming)
+        except StopAsyncIteration:
+            raise ConnectionLost("the upload broke off before its end; ask Received, and go on from there") from None
+
+    async def _received(self, who: Identity, data: bytes) -> Message:
+        bucket, key, expected = requests.received(data)
+        self._access.put(who)
+        return wire.ReceivedAnswer(size=await self._store.received_async(bucket, key, expected))
+
+    async def _get_object(self, who: Identity, data: bytes, context: Any) -> None:
+        bucket, key, begin = requests.get_object(data)
+        known = await self._store.known_object_async(bucket, key)
+        self._access.get(who, bucket, key, known)
+        header = wire.GetObjectHeader(stored=None if known is None else messages.write_stored(known.stored))
+        await self._write(context, wire.GetObjectAnswer(header=header))
+        stream: Any = self._store.get_object_async(bucket, key, begin=begin)
+        async with aclosing(stream):
+            async for piece in stream:
+                for start in range(0, len(piece), PIECE):
+                    self._admit(who)
+                    await self._write(context, wire.GetObjectAnswer(piece=piece[start : start + PIECE]))
+
+    async def _write(self, context: Any, answer: Message) -> None:
+        async with asyncio.timeout(self._patience):
+            await context.write(messages.written(answer))
+
+    # -- around it ------------------------------------------------------------------------------------
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """All calls, for a server. They are given bytes: what is malformed is to be told, not to be logged."""
+        unary = {
+            "Describe": self._describe,
+            "AppendFact": self._append_fact,
+            "AppendFacts": self._append_facts,
+            "GetFact": self._get_fact,
+            "FetchFacts": self._fetch_facts,
+            "ConfirmReceipt": self._confirm_receipt,
+            "CursorOf": self._cursor_of,
+            "EndOf": self._end_of,
+            "CursorAt": self._cursor_at,
+            "RetireReader": self._retire_reader,
+            "Survey": self._survey,
+            "Received": self._received,
+        }
+        streams = {"Watch": self._watch, "GetObject": self._get_object}
+        handlers = {
+            **{name: grpc.unary_unary_rpc_method_handler(self._unary(name, call)) for name, call in unary.items()},
+            **{name: grpc.unary_stream_rpc_method_handler(self._stream(name, call)) for name, call in streams.items()},
+            "PutObject": grpc.stream_stream_rpc_method_handler(self._upload),
+        }
+        return grpc.method_handlers_generic_handler(NAME, handlers)
+
+    def _unary(self, name: str, call: Callable[[Identity, bytes], Awaitable[Message]]) -> Any:
+        async def handle(data: bytes, context: Any) -> bytes:
+            async with refusals.told(name, context):
+                who = self._who(context)
+                async with asyncio.timeout(self._patience):
+                    return messages.written(await call(who, data))
+            raise AssertionError  # what was refused has ended the call
+
+        return handle
+
+    def _stream(self, name: str, call: Callable[[Identity, bytes, Any], Awaitable[None]]) -> Any:
+        async def handle(data: bytes, context: Any) -> None:
+            async with refusals.told(name, context):
+                await call(self._who(context), data, context)
+
+        return handle
+
+    async def _upload(self, incoming: AsyncIterator[bytes], context: Any) -> None:
+        parts = aiter(incoming)
+
+        async def hear_out(error: FactError) -> None:
+            await self._write(context, wire.PutObjectAnswer(fault=faults.write(error)))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LINGER):
+                    async for _ in parts:
+                        pass
+
+        async with refusals.told("PutObject", context, first=hear_out):
+            stored = await self._put_object(self._who(context), parts)
+            await self._write(context, wire.PutObjectAnswer(stored=stored))
+
+    def _who(self, context: Any) -> Identity:
+        """Who calls; the handshake has checked the certificate, and what may have changed since is checked here."""
+        found = context.auth_context().get("x509_pem_cert")
+        if not found:
+            raise AccessDenied("there is no certificate on this connection; mutual TLS is needed")
+        who = identity.read(found[0])
+        self._admit(who)
+        return who
+
+    def _admit(self, who: Identity) -> None:
+        who.check(self._clock())
+        self._revoked.check(who)
+
+
+def _written(result: Appended) -> wire.Appended:
+    if isinstance(result, FactConfirmation):
+        return wire.Appended(confirmation=messages.write_confirmation(result))
+    return wire.Appended(fault=faults.write(result))
+
+
+def _cursor(found: Any) -> Message:
+    return wire.CursorAnswer(cursor=None if found is None else messages.write_cursor(found))

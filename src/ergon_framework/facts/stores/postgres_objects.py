@@ -1,0 +1,284 @@
+"""Objects: names of artifacts in PostgreSQL, and their bytes in contents beside it.
+
+A content that is stored but not named yet must not be removed under way. Whoever names one holds a lock of the database
+from before it is sealed until its name is committed; it ends with his session, so nobody has to guess whether he lives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any, Final
+
+from ergon_framework.facts import observe
+from ergon_framework.facts.boundary import KnownObject
+from ergon_framework.facts.contents import Contents, Receiving
+from ergon_framework.facts.errors import ArtifactLost, InvalidFactError
+from ergon_framework.facts.model import Pair, Side, Stored, check_place
+from ergon_framework.facts.stores import postgres_statements as statements
+from ergon_framework.facts.stores import refusals
+from ergon_framework.facts.stores.postgres_batch import hexadecimal
+from ergon_framework.facts.stores.postgres_store import Store
+from ergon_framework.schema.operation import BEGIN, COMMIT, ROLLBACK, Operation, Query
+
+#: Seconds that sealing and naming one artifact may take; of a large one on a slow store it is long.
+SEALING: Final = 3600.0
+#: And all else.
+ASKING: Final = 30.0
+
+
+class Upload:
+    """One artifact as it comes in; the digest is made here only if nobody has said what it will be."""
+
+    def __init__(self, bucket: str, key: str, receiving: Receiving, expected: Stored | None) -> None:
+        self.bucket = bucket
+        self.key = key
+        self.receiving = receiving
+        self.expected = expected
+        self._hash = hashlib.sha256() if expected is None else None
+        self._size = 0
+
+    def add(self, piece: bytes) -> None:
+        if not isinstance(piece, bytes | bytearray | memoryview):
+            raise InvalidFactError(f"a blob yields bytes, not {type(piece).__name__}")
+        if self._hash is not None:
+            self._hash.update(piece)
+            self._size += len(piece)
+        self.receiving.add(bytes(piece))
+
+    @property
+    def stored(self) -> Stored:
+        """What it is, or is said to be."""
+        if self.expected is not None:
+            return self.expected
+        digest = "" if self._hash is None else self._hash.hexdigest()
+        return Stored(f"sha256:{digest}", self._size)
+
+
+class Objects:
+    """The artifacts of one store. All of it blocks; the async flavour calls it in threads."""
+
+    def __init__(
+        self,
+        contents: Contents,
+        *,
+        side: Side,
+        store: Callable[[], Store],
+        max_bytes: int | None,
+        now: Callable[[], int],
+    ) -> None:
+        self._contents = contents
+        self._side = side
+        self._store = store
+        self._max_bytes = max_bytes
+        self._now = now
+
+    # -- taking in ------------------------------------------------------------------------------------
+
+    def put(self, bucket: str, key: str, blob: Iterable[bytes], expected: Stored | None, begin: int) -> Stored:
+        """Store what *blob* yields."""
+        with self.receiving(bucket, key, expected, begin) as upload:
+            if isinstance(upload, Stored):
+                return upload
+            for piece in blob:
+                upload.add(piece)
+            return self.keep(upload)
+
+    @contextmanager
+    def receiving(self, bucket: str, key: str, expected: Stored | None, begin: int) -> Iterator[Upload | Stored]:
+        """An upload that may be added to and kept, or what is stored if all of it is here."""
+        check_place(bucket, key)
+        try:
+            name = None if expected is None else _upload(bucket, key, expected)
+            stored = self._stored(bucket, key, expected, begin) if begin else None
+            if stored is not None:
+                observe.put(self._side.store_buffer, "repeated")
+                yield stored
+                return
+            with self._contents.receive(name, begin=begin) as receiving:
+                yield Upload(bucket, key, receiving, expected)
+        except BaseException as error:
+            observe.put_failed(self._side.store_buffer, error)
+            raise
+
+    def _stored(self, bucket: str, key: str, expected: Stored | None, begin: int) -> Stored | None:
+        """What is stored under that name already, for whoever goes on at *begin*; None if there is more to come."""
+        here = 0 if expected is None else self.received(bucket, key, expected)
+        if expected is None or not 0 < begin <= here:
+            raise refusals.too_far(bucket, key, begin, here)
+        # Stored, and no longer an upload: there is nothing to go on with.
+        return expected if begin > self._contents.received(_upload(bucket, key, expected)) else None
+
+    def keep(self, upload: Upload) -> Stored:
+        """Seal it and give it its name; returns when both are durable."""
+        store = self._store()
+        stored, first = store.lines.run(self._kept(store, upload), within=SEALING)
+        observe.put(self._side.store_buffer, "stored" if first else "repeated")
+        return stored
+
+    def _kept(self, store: Store, upload: Upload) -> Operation[tuple[Stored, bool]]:
+        yield from store.opened()
+        given = upload.stored
+        place = {"bucket": upload.bucket, "key": upload.key}
+        content = {"digest": hexadecimal(given.digest), "size": given.size, "now": self._now()}
+        named = yield from self._found(place, given)
+        yield from self._held(content)
+        sealed = (yield Query(statements.IS_SEALED, content)) == [(True,)]
+        # Before the bytes are put in order, which may take long; and once more when nobody can come in between.
+        yield from self._room(statements.ROOM.replace(" for update", ""), given, exempt=named or sealed)
+        made = upload.receiving.seal(upload.expected)
+        if made != given:
+            raise refusals.mismatch(upload.bucket, upload.key, given, made)
+        yield from self._room(statements.ROOM, given, exempt=named or sealed)
+        yield Query(statements.SEALED, content)
+        first = bool((yield Query(statements.NAME, {**content, **place})))
+        if not first:
+            yield from self._found(place, given)
+        yield COMMIT
+        return given, first
+
+    def _found(self, place: dict[str, str], given: Stored) -> Operation[bool]:
+        """Whether the name is given; to another content it is a conflict."""
+        rows = yield Query(statements.OBJECT, place)
+        if not rows:
+            return False
+        known = Stored(f"sha256:{rows[0][1]}", rows[0][2])
+        if known != given:
+            raise refusals.taken(place["bucket"], place["key"], known, given)
+        return True
+
+    def _held(self, content: dict[str, object]) -> Operation[None]:
+        """Begin a database transaction in which nobody removes the content, whose row is committed."""
+        while True:
+            yield Query(statements.MAKE_CONTENT, content)
+            yield BEGIN
+            yield Query(statements.HOLD_CONTENT, content)
+            if (yield Query(statements.CONTENT, content)):
+                return
+            # It was removed in between.
+            yield ROLLBACK
+
+    def _room(self, statement: str, given: Stored, *, exempt: bool) -> Operation[None]:
+        if self._max_bytes is None or exempt:
+            return
+        ((used,),) = yield Query(statement)
+        if used + given.size > self._max_bytes:
+            raise refusals.full("bytes", int(used), self._max_bytes)
+
+    def received(self, bucket: str, key: str, expected: Stored) -> int:
+        """Bytes of an upload that are here."""
+        check_place(bucket, key)
+        known = self._asked(bucket, key)
+        if known is not None and known[1] == expected and self._contents.size_of(expected.digest) is not None:
+            return expected.size
+        return self._contents.received(_upload(bucket, key, expected))
+
+    # -- giving out -----------------------------------------------------------------------------------
+
+    def read(self, bucket: str, key: str, begin: int) -> Iterator[bytes]:
+        """The artifact from *begin* on; damage is found at the end of one that is read from its beginning."""
+        check_place(bucket, key)
+        known = self._asked(bucket, key)
+        if known is None:
+            raise refusals.missing(bucket, key, "is missing", None)
+        number, stored = known
+        made = hashlib.sha256()
+        for piece in self._pieces(bucket, key, number, stored, begin):
+            made.update(piece)
+            yield piece
+        if begin == 0 and f"sha256:{made.hexdigest()}" != stored.digest:
+            raise self._lost(bucket, key, number, "is damaged")
+
+    def _pieces(self, bucket: str, key: str, number: int, stored: Stored, begin: int) -> Iterator[bytes]:
+        try:
+            pieces = self._contents.read(stored.digest, begin=begin)
+            piece = next(pieces, None)
+            while piece is not None:
+                yield piece
+                piece = next(pieces, None)
+        except KeyError:
+            raise self._lost(bucket, key, number, "is missing") from None
+
+    def _lost(self, bucket: str, key: str, number: int, what: str) -> Exception:
+        store = self._store()
+        by = store.lines.run(_named_by(number), within=ASKING)
+        error = refusals.missing(bucket, key, what, by)
+        if isinstance(error, ArtifactLost):
+            observe.lost(self._side.store_buffer, error)
+        return error
+
+    def _asked(self, bucket: str, key: str) -> tuple[int, Stored] | None:
+        store = self._store()
+        return store.lines.run(_object(store, bucket, key), within=ASKING)
+
+    def known(self, bucket: str, key: str) -> KnownObject | None:
+        """By what it is recognised, and who names it."""
+        check_place(bucket, key)
+        store = self._store()
+        return store.lines.run(_known(store, bucket, key), within=ASKING)
+
+    # -- facts that name them -------------------------------------------------------------------------
+
+    def absent(self, digests: frozenset[str]) -> frozenset[str]:
+        """Those of *digests* whose bytes are not here."""
+        return frozenset(digest for digest in digests if self._contents.size_of(digest) is None)
+
+
+async def put_async(
+    objects: Objects, bucket: str, key: str, blob: AsyncIterable[bytes], *, expected: Stored | None, begin: int
+) -> Stored:
+    """Store what *blob* yields, in one thread: what was begun there ends there, in order, also if nobody waits."""
+    thread = ThreadPoolExecutor(1, thread_name_prefix="ergon-facts-upload")
+    run = partial(asyncio.get_running_loop().run_in_executor, thread)
+    receiving = objects.receiving(bucket, key, expected, begin)
+    try:
+        upload = await run(receiving.__enter__)
+        try:
+            stored = upload if isinstance(upload, Stored) else await _filled(objects, upload, blob, run)
+        except BaseException as error:
+            left = run(partial(receiving.__exit__, type(error), error, error.__traceback__))
+            with suppress(type(error)):
+                await asyncio.shield(left)
+            raise
+        await run(receiving.__exit__, None, None, None)
+        return stored
+    finally:
+        thread.shutdown(wait=False)
+
+
+async def _filled(
+    objects: Objects, upload: Upload, blob: AsyncIterable[bytes], run: Callable[..., Awaitable[Any]]
+) -> Stored:
+    async for piece in blob:
+        await run(upload.add, piece)
+    stored: Stored = await run(objects.keep, upload)
+    return stored
+
+
+def _object(store: Store, bucket: str, key: str) -> Operation[tuple[int, Stored] | None]:
+    yield from store.opened()
+    rows = yield Query(statements.OBJECT, {"bucket": bucket, "key": key})
+    return (rows[0][0], Stored(f"sha256:{rows[0][1]}", rows[0][2])) if rows else None
+
+
+def _known(store: Store, bucket: str, key: str) -> Operation[KnownObject | None]:
+    found = yield from _object(store, bucket, key)
+    if found is None:
+        return None
+    rows = yield Query(statements.NAMERS, {"object": found[0]})
+    return KnownObject(found[1], frozenset(Pair(*row) for row in rows))
+
+
+def _named_by(number: int) -> Operation[tuple[str, str] | None]:
+    rows = yield Query(statements.NAMED_BY, {"object": number})
+    return (rows[0][0], rows[0][1]) if rows else None
+
+
+def _upload(bucket: str, key: str, expected: Stored) -> str:
+    """The name of an upload that can be gone on with."""
+    told = "\n".join((bucket, key, expected.digest, str(expected.size)))
+    return hashlib.sha256(told.encode()).hexdigest()

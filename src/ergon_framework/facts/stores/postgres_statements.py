@@ -1,0 +1,250 @@
+"""The statements of the store in PostgreSQL, except those that retention puts together. Placeholders are psycopg's.
+
+Offsets are given by ergon.append_facts and by nobody else. Whoever reads looks at the row of the log first, and then at
+facts behind what that row says is dropped: rows of dropped facts may still be there.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+#: A number that no queue can have: the sleeper who waits for facts.
+BELL: Final = -1
+
+# -- the store ------------------------------------------------------------------------------------------
+
+#: Whether it is the one that its row was written for. Of a standby nobody knows.
+RECOGNISE: Final = """
+select ergon.fact_token(), e.epoch, s.side,
+    s.system_identifier = c.system_identifier and s.database = d.oid and s.born = s.xmin::text::bigint
+    and s.timeline = left(pg_walfile_name(pg_current_wal_lsn()), 8)
+from ergon.fact_store s join ergon.fact_epochs e on e.id = s.epoch, pg_control_system() c, pg_catalog.pg_database d
+where d.datname = current_database()
+"""
+IN_RECOVERY: Final = "select pg_is_in_recovery()"
+
+#: The newest first.
+EPOCHS: Final = """
+select e.epoch, e.began_at, e.why, e.by_whom, s.epoch is not null
+from ergon.fact_epochs e left join ergon.fact_store s on s.epoch = e.id order by e.id desc
+"""
+
+BEGIN_EPOCH: Final = "select ergon.begin_fact_epoch(%(was)s, %(side)s, %(why)s, %(by)s)"
+
+#: Numbered, because what it takes and gives is text.
+APPEND: Final = "select ergon.append_facts($1, $2, $3, $4, $5, $6, $7, $8, $9)"
+
+#: The same for the everyday case: one fact, about no artifact, whose id is new, of a pair that has some, without
+#: bounds. In every other case it does nothing and says so, and what is to be done is decided by the function. Two who
+#: append the same id at once both get here, and the second one's insert fails.
+APPEND_ONE: Final = """
+with l as materialized (
+    select f.id, f.epoch, f.last + 1 as place, f.total + $13::bigint as total
+    from ergon.fact_log f join ergon.fact_epochs e on e.id = f.epoch
+    where f.from_zone = $2 and f.to_zone = $3 and f.last >= $4::bigint and not f.forwarded and e.epoch = $5
+        and ergon.fact_token() = $1 and current_setting('transaction_isolation') = 'read committed'
+        and (current_setting('synchronous_commit') <> 'off' or not $14::boolean)
+        and (select i.log from ergon.fact_ids i where i.from_zone = $2 and i.message_id = $6) is null
+    for update of f
+),
+known as (
+    insert into ergon.fact_ids (from_zone, message_id, digest, log, fact_offset, epoch, kept_at)
+    select $2, $6, decode($7, 'hex'), l.id, l.place, l.epoch, $8::bigint from l
+),
+kept as (
+    insert into ergon.facts (
+        log, fact_offset, stored_at, total, produced_at, message_id, correlation_id, causation_id, labels, subject,
+        predicate, object_json, digest
+    )
+    select l.id, l.place, $8::bigint, l.total, $9::bigint, $6, $15, $16, $17, $10, $11, $12, decode($7, 'hex') from l
+),
+moved as (
+    update ergon.fact_log f set last = l.place, total = l.total from l where f.id = l.id
+)
+select (select l.place::text from l), (
+    select ergon.ring(-1) from l where exists (select 1 from ergon.sleeper s where s.queue = -1 and s.until > now())
+)
+"""
+
+GET: Final = """
+select i.fact_offset, e.epoch, encode(i.digest, 'hex'), l.forwarded
+from ergon.fact_ids i join ergon.fact_epochs e on e.id = i.epoch join ergon.fact_log l on l.id = i.log
+where i.from_zone = %(zone)s and i.message_id = %(id)s
+"""
+
+# -- reading --------------------------------------------------------------------------------------------
+
+#: All that a reader's call is decided by.
+STATE: Final = """
+select ergon.fact_token(), l.id, e.epoch, l.last, l.dropped, r.fact_offset
+from (select 1) one
+left join ergon.fact_log l on l.from_zone = %(from)s and l.to_zone = %(to)s
+left join ergon.fact_epochs e on e.id = l.epoch
+left join ergon.fact_readers r on r.log = l.id and r.reader = %(reader)s
+"""
+
+MAKE_LOG: Final = """
+insert into ergon.fact_log (from_zone, to_zone) values (%(from)s, %(to)s) on conflict do nothing
+"""
+
+#: Under a lock of the log: what retention drops now, it drops before this or not at all.
+REGISTER: Final = """
+insert into ergon.fact_readers (log, reader, fact_offset, total)
+select l.id, %(reader)s, l.dropped, l.dropped_total from (
+    select id, dropped, dropped_total from ergon.fact_log where from_zone = %(from)s and to_zone = %(to)s for share
+) as l
+on conflict do nothing
+"""
+
+#: Up to so many, and so many bytes beyond the first: objects may be large.
+FETCH: Final = """
+select f.fact_offset, f.stored_at, f.message_id, f.produced_at, f.correlation_id, f.causation_id, f.labels, f.subject,
+    f.predicate, f.object_json, f.digest
+from ergon.facts f
+where f.log = %(log)s and f.fact_offset > %(after)s and f.fact_offset <= %(last)s and f.total <= %(bytes)s + (
+    select b.total from ergon.facts b where b.log = %(log)s and b.fact_offset = %(after)s + 1
+)
+order by f.fact_offset limit %(limit)s
+"""
+
+CONFIRM: Final = """
+update ergon.fact_readers r set fact_offset = f.fact_offset, total = f.total, confirmed_at = now()
+from ergon.facts f
+where r.log = %(log)s and r.reader = %(reader)s and r.fact_offset < %(offset)s
+    and f.log = %(log)s and f.fact_offset = %(offset)s
+"""
+
+FIRST_SINCE: Final = """
+select f.fact_offset from ergon.facts f
+where f.log = %(log)s and f.fact_offset > %(dropped)s and f.stored_at >= %(moment)s order by f.fact_offset limit 1
+"""
+
+RETIRE: Final = """
+with gone as (
+    delete from ergon.fact_readers r using ergon.fact_log l
+    where l.from_zone = %(from)s and l.to_zone = %(to)s and r.log = l.id and r.reader = %(reader)s
+    returning l.from_zone, l.to_zone, r.reader, r.fact_offset, l.last
+)
+insert into ergon.fact_reader_audit (from_zone, to_zone, reader, fact_offset, last, by_whom)
+select from_zone, to_zone, reader, fact_offset, last, %(by)s from gone returning id
+"""
+
+#: Whoever forwards locks the row of the log, so that its end stands while this looks at it.
+ADOPT: Final = """
+with l as materialized (
+    select id from ergon.fact_log
+    where from_zone = %(from)s and to_zone = %(to)s and forwarded and last = %(offset)s for update
+),
+named as (
+    insert into ergon.fact_epochs (epoch, why, by_whom) select %(epoch)s, %(why)s, %(by)s from l
+    on conflict (epoch) do update
+    set why = concat_ws('; ', nullif(fact_epochs.why, ''), excluded.why),
+        by_whom = concat_ws('; ', nullif(fact_epochs.by_whom, ''), excluded.by_whom)
+    returning id
+)
+update ergon.fact_log f set epoch = named.id from l, named where f.id = l.id returning f.last
+"""
+
+SURVEY: Final = """
+select l.from_zone, l.to_zone, l.forwarded, e.epoch, l.last, l.total, l.dropped, l.dropped_total,
+    r.reader, r.fact_offset, r.total,
+    (select f.stored_at from ergon.facts f where f.log = l.id and f.fact_offset = r.fact_offset + 1)
+from ergon.fact_log l
+left join ergon.fact_epochs e on e.id = l.epoch left join ergon.fact_readers r on r.log = l.id
+where l.last > 0 or r.reader is not null
+order by l.id, r.reader
+"""
+
+# -- artifacts ------------------------------------------------------------------------------------------
+
+OBJECT: Final = """
+select o.id, encode(o.digest, 'hex'), o.size from ergon.fact_objects o
+where o.bucket = %(bucket)s and o.key = %(key)s
+"""
+
+#: Zone and id of one retained fact that names it.
+NAMED_BY: Final = """
+select l.from_zone, f.message_id from ergon.fact_object_uses u
+join ergon.fact_log l on l.id = u.log
+join ergon.facts f on f.log = u.log and f.fact_offset = u.fact_offset
+where u.object = %(object)s order by u.log, u.fact_offset limit 1
+"""
+
+#: The pairs of zones of all retained facts that name it.
+NAMERS: Final = """
+select distinct l.from_zone, l.to_zone from ergon.fact_object_uses u join ergon.fact_log l on l.id = u.log
+where u.object = %(object)s
+"""
+
+MAKE_CONTENT: Final = """
+insert into ergon.fact_contents (digest, size, since) values (decode(%(digest)s, 'hex'), %(size)s, %(now)s)
+on conflict do nothing
+"""
+#: Whoever removes a content takes this lock for himself. It ends with the session, however that ends.
+HOLD_CONTENT: Final = "select pg_advisory_xact_lock_shared(hashtextextended(%(digest)s, 6))"
+CONTENT: Final = "select 1 from ergon.fact_contents where digest = decode(%(digest)s, 'hex')"
+
+ROOM: Final = """
+select r.content_bytes + coalesce((select sum(l.total - l.dropped_total) from ergon.fact_log l), 0)
+from (select content_bytes from ergon.fact_room for update) as r
+"""
+CONTENT_BYTES: Final = "select content_bytes from ergon.fact_room"
+IS_SEALED: Final = "select sealed from ergon.fact_contents where digest = decode(%(digest)s, 'hex')"
+SEALED: Final = """
+with made as (
+    update ergon.fact_contents set sealed = true where digest = decode(%(digest)s, 'hex') and not sealed returning size
+)
+update ergon.fact_room set content_bytes = content_bytes + (select size from made) where exists (select 1 from made)
+"""
+NAME: Final = """
+insert into ergon.fact_objects (bucket, key, digest, size, stored_at)
+values (%(bucket)s, %(key)s, decode(%(digest)s, 'hex'), %(size)s, %(now)s)
+on conflict do nothing returning id
+"""
+
+# -- retention ------------------------------------------------------------------------------------------
+
+LOGS: Final = "select id from ergon.fact_log order by id"
+DROP: Final = "select ergon.drop_facts(%(log)s, %(before)s)"
+
+#: Names are locked first: by the next statement nobody can name one of these in a fact who has not done so by now.
+LOCK_OBJECTS: Final = """
+select o.id from ergon.fact_objects o
+where o.stored_at < %(before)s and o.id > %(behind)s
+    and not exists (select 1 from ergon.fact_object_uses u where u.object = o.id)
+order by o.id limit %(part)s for update skip locked
+"""
+UNNAME: Final = """
+delete from ergon.fact_objects o
+where o.id = any(%(ids)s) and not exists (select 1 from ergon.fact_object_uses u where u.object = o.id)
+returning o.id
+"""
+
+UNUSED: Final = """
+select encode(c.digest, 'hex') from ergon.fact_contents c
+where c.since < %(before)s and not exists (select 1 from ergon.fact_objects o where o.digest = c.digest)
+"""
+TAKE_CONTENT: Final = "select pg_try_advisory_xact_lock(hashtextextended(%(digest)s, 6))"
+FORGET_CONTENT: Final = """
+with gone as (
+    delete from ergon.fact_contents c where c.digest = decode(%(digest)s, 'hex') returning c.size, c.sealed
+)
+update ergon.fact_room set content_bytes = content_bytes - (select size from gone where sealed)
+where exists (select 1 from gone where sealed)
+"""
+STILL_UNUSED: Final = """
+select 1 from ergon.fact_contents c
+where c.digest = decode(%(digest)s, 'hex')
+    and not exists (select 1 from ergon.fact_objects o where o.digest = c.digest)
+"""
+
+#: Never an id whose fact is retained.
+FORGET_IDS: Final = """
+with gone as (
+    delete from ergon.fact_ids where ctid = any (array(
+        select i.ctid from ergon.fact_ids i join ergon.fact_log l on l.id = i.log
+        where i.kept_at < %(latest)s and i.fact_offset <= l.dropped limit %(part)s
+    )) returning 1
+)
+select count(*) from gone
+"""

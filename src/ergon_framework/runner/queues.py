@@ -1,0 +1,170 @@
+"""Queues by name: a task says which queue it has, and the settings say which broker that queue is at."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from threading import Lock
+from typing import Any
+
+from ergon_framework.connectors import schemes
+from ergon_framework.connectors.base import (
+    AsyncConnector,
+    Capabilities,
+    Confirmation,
+    Connector,
+    Delivery,
+    Depth,
+    Listener,
+    SettleResult,
+    Settling,
+    Unlisten,
+)
+from ergon_framework.connectors.bridge import as_async, as_sync
+from ergon_framework.connectors.deadletters import DeadLetterQuery, DeadLetterRecord, ReplayResult
+from ergon_framework.runner.settings import Settings, settings
+from ergon_framework.transaction import Transaction
+
+
+class NamedQueue(Connector, AsyncConnector):
+    """The queue that the settings call *name*, at whatever broker they say.
+
+    They are read when it is first used, not when it is made: a module that names its queues can be
+    imported where there are none. What only some connectors have, as ``mark_on``, is that connector's.
+    """
+
+    def __init__(self, name: str, **options: Any) -> None:
+        self._name = name
+        self._options = options
+        self._lock = Lock()
+        self._found: Connector | AsyncConnector | None = None
+
+    def __repr__(self) -> str:
+        return f"queue({self._name!r})"
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def connector(self) -> Connector | AsyncConnector:
+        """The connector behind the name, made by the first who asks; ConfigurationError where there is none."""
+        with self._lock:
+            if self._found is None:
+                url, options = _in_force().queue(self._name)
+                self._found = schemes.connect(self._name, url, {**self._options, **options})
+            return self._found
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("_"):
+            raise AttributeError(attribute)
+        connector = self.connector
+        try:
+            return getattr(connector, attribute)
+        except AttributeError:
+            raise AttributeError(
+                f"the queue {self._name!r} is a {type(connector).__name__} by the settings, which has no {attribute!r}"
+            ) from None
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self.connector.capabilities
+
+    def listen(self, listener: Listener) -> Unlisten:
+        return self.connector.listen(listener)
+
+    def stamped(self, transaction: Transaction) -> Transaction:
+        return self.connector.stamped(transaction)
+
+    # -- on threads ---------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        as_sync(self.connector).open()
+
+    def close(self) -> None:
+        as_sync(self.connector).close()
+
+    def fetch_transactions(self, batch_size: int, **extra: Any) -> Sequence[Delivery]:
+        return as_sync(self.connector).fetch_transactions(batch_size, **extra)
+
+    def settle(self, settlings: Sequence[Settling]) -> Sequence[SettleResult]:
+        return as_sync(self.connector).settle(settlings)
+
+    def extend(self, deliveries: Sequence[Delivery]) -> Sequence[float | None]:
+        return as_sync(self.connector).extend(deliveries)
+
+    def dispatch(self, transactions: Sequence[Transaction]) -> Sequence[Confirmation]:
+        return as_sync(self.connector).dispatch(transactions)
+
+    def depth(self) -> Depth | None:
+        return as_sync(self.connector).depth()
+
+    def queued(self, ids: Collection[str]) -> Collection[str] | None:
+        return as_sync(self.connector).queued(ids)
+
+    def list_dead(
+        self, query: DeadLetterQuery, *, after: str | None = None, limit: int = 100
+    ) -> Sequence[DeadLetterRecord]:
+        return as_sync(self.connector).list_dead(query, after=after, limit=limit)
+
+    def replay_dead(self, places: Sequence[str]) -> Sequence[ReplayResult]:
+        return as_sync(self.connector).replay_dead(places)
+
+    def discard_dead(self, places: Sequence[str]) -> Sequence[ReplayResult]:
+        return as_sync(self.connector).discard_dead(places)
+
+    # -- on an event loop ---------------------------------------------------------------------------
+
+    async def open_async(self) -> None:
+        await as_async(self.connector).open_async()
+
+    async def close_async(self) -> None:
+        await as_async(self.connector).close_async()
+
+    async def fetch_transactions_async(self, batch_size: int, **extra: Any) -> Sequence[Delivery]:
+        return await as_async(self.connector).fetch_transactions_async(batch_size, **extra)
+
+    async def settle_async(self, settlings: Sequence[Settling]) -> Sequence[SettleResult]:
+        return await as_async(self.connector).settle_async(settlings)
+
+    async def extend_async(self, deliveries: Sequence[Delivery]) -> Sequence[float | None]:
+        return await as_async(self.connector).extend_async(deliveries)
+
+    async def dispatch_async(self, transactions: Sequence[Transaction]) -> Sequence[Confirmation]:
+        return await as_async(self.connector).dispatch_async(transactions)
+
+    async def depth_async(self) -> Depth | None:
+        return await as_async(self.connector).depth_async()
+
+    async def queued_async(self, ids: Collection[str]) -> Collection[str] | None:
+        return await as_async(self.connector).queued_async(ids)
+
+    async def list_dead_async(
+        self, query: DeadLetterQuery, *, after: str | None = None, limit: int = 100
+    ) -> Sequence[DeadLetterRecord]:
+        return await as_async(self.connector).list_dead_async(query, after=after, limit=limit)
+
+    async def replay_dead_async(self, places: Sequence[str]) -> Sequence[ReplayResult]:
+        return await as_async(self.connector).replay_dead_async(places)
+
+    async def discard_dead_async(self, places: Sequence[str]) -> Sequence[ReplayResult]:
+        return await as_async(self.connector).discard_dead_async(places)
+
+
+def queue(name: str, **options: Any) -> NamedQueue:
+    """The queue that the settings call *name*: ``[queues.NAME]`` of ``ergon.toml`` says with ``url`` where it is.
+
+    *options* are handed to the connector, under those of the settings.
+    """
+    return NamedQueue(name, **options)
+
+
+_chosen: list[Settings] = []
+
+
+def use(found: Settings) -> None:
+    """Have queues of this process that are first used from now on look here, not in the current folder's file."""
+    _chosen[:] = [found]
+
+
+def _in_force() -> Settings:
+    return _chosen[0] if _chosen else settings()

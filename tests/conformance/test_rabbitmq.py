@@ -1,0 +1,73 @@
+"""RabbitMQ takes the exam, on a server of its own that is stopped, killed and cut off."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import tempfile
+import time
+
+import pika
+import pytest
+
+from ergon_framework.connectors.rabbitmq import RabbitMQQueue
+from ergon_framework.testing.conformance.connector import Candidate, exam
+from tests.servers.rabbitmq import PrivateRabbitMQ
+
+#: The exam's loops outlive any outage, with so many attempts that the server's half hour would not do for all of them.
+LONG = 1_000_000.0
+
+
+class RabbitMQCandidate(Candidate):
+    receives = True
+    durable = True
+
+    def __init__(self, server):
+        self.server = server
+        self._numbers = itertools.count()
+        self._known = set()
+
+    def client(self, queue, *, lease):
+        if lease == self.outage_lease and queue not in self._known:
+            self._known.add(queue)
+            self._let_settle(queue)
+        return self._client(queue)
+
+    def _let_settle(self, queue):
+        """A server that is killed within three seconds of a queue's making may find no leader for it afterwards."""
+        first = self._client(queue)
+        first.open()
+        first.close()
+        time.sleep(3.5)
+
+    def _client(self, queue):
+        # A name of its own gives each client connections of its own, as another process would have.
+        url = f"{self.server.url}?heartbeat=4&client_properties={{'connection_name':'client-{next(self._numbers)}'}}"
+        return RabbitMQQueue(queue, url=url, timeout=3.0, consumer_timeout=LONG)
+
+    def receive(self, queue, body, headers):
+        connection = pika.BlockingConnection(pika.URLParameters(f"{self.server.url[:-2]}/%2F"))
+        try:
+            connection.channel().basic_publish("", queue, body, pika.BasicProperties(headers=dict(headers)))
+        finally:
+            connection.close()
+
+
+@pytest.fixture(scope="module")
+def candidate():
+    folder = tempfile.mkdtemp(prefix="ergon-exam-")
+    server = PrivateRabbitMQ(folder)
+    try:
+        server.start()
+        yield RabbitMQCandidate(server)
+    finally:
+        server.mend()
+        server.kill()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def spec(check):
+    return [pytest.mark.spec(*check.ids)]
+
+
+test_rabbitmq = exam("candidate", marks=spec)

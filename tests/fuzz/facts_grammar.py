@@ -1,0 +1,139 @@
+"""What the fuzzer knows of the facts service: its messages, odd values for their fields, and mutations of both.
+
+An input is one byte for the method, and the message.
+"""
+
+from __future__ import annotations
+
+import random
+
+from google.protobuf.descriptor import FieldDescriptor as Field
+
+from ergon_framework.facts.service import boundary_pb2 as wire
+
+DIGEST = "sha256:" + "0" * 64
+ENVELOPE = wire.Envelope(
+    message_id="m-1", from_zone="Plant A", to_zone="HQ", produced_at_unix_ms=1, correlation_id="c", labels={"a": "b"}
+)
+FACT = wire.Fact(subject="order:7", predicate="paid", object_json='{"total": 12.5, "lines": [1, "a", null]}')
+REFERENCE = f'{{"bucket":"b","key":"k","digest":"{DIGEST}","size":1}}'
+NAMING = wire.Fact(subject="order:7", predicate="has_file", object_json=REFERENCE)
+PAIR = wire.Pair(from_zone="Plant A", to_zone="HQ")
+CURSOR = wire.Cursor(epoch="e", offset=1)
+STORED = wire.Stored(digest=DIGEST, size=1)
+CONFIRMATION = wire.Confirmation(message_id="m-1", offset=1, epoch="e", digest=DIGEST, buffer="ESB")
+FAULT = wire.Fault(
+    kind="FactConflict", message="no", category="BUSINESS", retry_after=1.5, code="x", attributes={"from_zone": "A"}
+)
+
+#: By the byte that an input begins with.
+REQUESTS = {
+    "AppendFact": wire.Appending(envelope=ENVELOPE, fact=FACT),
+    "AppendFacts": wire.AppendFactsRequest(facts=[wire.Appending(envelope=ENVELOPE, fact=NAMING)] * 2),
+    "GetFact": wire.GetFactRequest(from_zone="Plant A", message_id="m-1"),
+    "FetchFacts": wire.FetchFactsRequest(reader="r", pair=PAIR, limit=10, after=CURSOR),
+    "ConfirmReceipt": wire.ConfirmReceiptRequest(reader="r", pair=PAIR, cursor=CURSOR),
+    "CursorOf": wire.CursorOfRequest(reader="r", pair=PAIR),
+    "EndOf": wire.EndOfRequest(pair=PAIR),
+    "CursorAt": wire.CursorAtRequest(pair=PAIR, unix_ms=1),
+    "RetireReader": wire.RetireReaderRequest(reader="r", pair=PAIR, by="me"),
+    "Survey": wire.SurveyRequest(),
+    "Describe": wire.DescribeRequest(),
+    "Received": wire.ReceivedRequest(bucket="b", key="a/k", expected=STORED),
+    "PutObject": wire.PutObjectRequest(header=wire.PutObjectHeader(bucket="b", key="a/k", expected=STORED, begin=1)),
+    "GetObject": wire.GetObjectRequest(bucket="b", key="a/k", begin=1),
+}
+ANSWERS = {
+    "Describe": wire.Description(epoch="e", durable=True, side="inner"),
+    "AppendFact": CONFIRMATION,
+    "AppendFacts": wire.AppendFactsAnswer(
+        results=[wire.Appended(confirmation=CONFIRMATION), wire.Appended(fault=FAULT)]
+    ),
+    "GetFact": wire.GetFactAnswer(confirmation=CONFIRMATION),
+    "FetchFacts": wire.FetchFactsAnswer(
+        facts=[wire.StoredFact(envelope=ENVELOPE, fact=FACT, digest=DIGEST, offset=1, epoch="e", stored_at_unix_ms=1)]
+    ),
+    "CursorOf": wire.CursorAnswer(cursor=CURSOR),
+    "RetireReader": wire.RetireReaderAnswer(retired=True),
+    "Survey": wire.SurveyAnswer(
+        logs=[wire.LogState(pair=PAIR, buffer="ESB", epoch="e", readers={"r": wire.Behind(offset=1, since_unix_ms=1)})]
+    ),
+    "Received": wire.ReceivedAnswer(size=1),
+    "PutObject": wire.PutObjectAnswer(stored=STORED),
+    "GetObject": wire.GetObjectAnswer(header=wire.GetObjectHeader(stored=STORED)),
+    "Fault": FAULT,
+}
+
+TEXTS = (
+    *("", " ", "Plant A", "HQ", "r", "sender:r", "x" * 65, "x" * 300, "x" * 1100, "\0", "\n", "\u2028", "ü🙂", "a b"),
+    *("..", "../a", "a/../b", "a//b", "/a", "a\\b", ".", "b", "a/k", DIGEST, DIGEST.upper(), "sha256:", "inner", "ESB"),
+    *("{}", "[]", "null", "1e400", "NaN", '{"a":1,"a":2}', "[" * 70 + "]" * 70, '"\\ud800"', "9" * 400, REFERENCE, "{"),
+    *(REFERENCE.replace('"size":1', '"size":-1'), REFERENCE.replace('"k"', '"../k"'), "m-1", "m-2", "BUSINESS", "zzz"),
+)
+NUMBERS = (0, 1, 2, -1, 10, 1000, 1001, 2**31 - 1, -(2**31), 2**53, 2**53 + 1, 2**63 - 1, -(2**63))
+
+
+def messages(direction):
+    return REQUESTS if direction == "facts-requests" else ANSWERS
+
+
+def seeds(direction):
+    """Each message as it should be, and empty."""
+    found = messages(direction)
+    whole = [bytes([number]) + message.SerializeToString() for number, message in enumerate(found.values())]
+    return [*whole, *(bytes([number]) for number in range(len(found))), b""]
+
+
+def mutated(data, direction, dice):
+    """*data* with one field of its message changed; None if it is no message."""
+    found = list(messages(direction).values())
+    if not data:
+        return None
+    message = type(found[data[0] % len(found)])()
+    try:
+        message.ParseFromString(data[1:])
+    except Exception:
+        message.CopyFrom(found[data[0] % len(found)])
+    _change(message, dice)
+    return data[:1] + message.SerializeToString()
+
+
+def _change(message, dice):
+    fields = message.DESCRIPTOR.fields
+    if not fields:
+        return
+    field = dice.choice(fields)
+    if dice.random() < 0.1:
+        message.ClearField(field.name)
+    elif field.message_type is not None and field.message_type.GetOptions().map_entry:
+        if field.message_type.fields_by_name["value"].message_type is None:
+            getattr(message, field.name)[dice.choice(TEXTS)] = dice.choice(TEXTS)
+        else:
+            _change(getattr(message, field.name)[dice.choice(TEXTS)], dice)
+    elif field.message_type is not None and field.is_repeated:
+        many = getattr(message, field.name)
+        _change(dice.choice(many) if many and dice.random() < 0.7 else many.add(), dice)
+    elif field.message_type is not None:
+        inner = getattr(message, field.name)
+        inner.SetInParent()
+        _change(inner, dice)
+    else:
+        setattr(message, field.name, _odd(field, dice))
+
+
+def _odd(field, dice):
+    if field.type == Field.TYPE_STRING:
+        return dice.choice(TEXTS)
+    if field.type == Field.TYPE_BYTES:
+        return dice.choice(TEXTS).encode()
+    if field.type == Field.TYPE_BOOL:
+        return dice.random() < 0.5
+    if field.type == Field.TYPE_DOUBLE:
+        return dice.choice((0.0, -1.0, 1.5, float("nan"), float("inf"), 1e308))
+    chosen = dice.choice(NUMBERS)
+    small = field.type == Field.TYPE_INT32
+    return max(-(2**31), min(2**31 - 1, chosen)) if small else chosen
+
+
+def random_of(seed):
+    return random.Random(seed)

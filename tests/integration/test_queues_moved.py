@@ -1,0 +1,114 @@
+"""One changed line of ergon.toml moves a handler to another broker: the same module, real servers, both variants."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+from ergon_framework import Transaction
+from ergon_framework.connectors.deadletters import DeadLetterQuery
+from ergon_framework.runner import queues
+from ergon_framework.task.report import Kind
+from tests.servers.nats import PrivateNats
+from tests.servers.redis import PrivateRedis
+
+HANDLER = """
+from ergon_framework import BusinessError, ConsumerPolicy, consumer, queue
+from ergon_framework.scope import current
+
+orders = queue("{name}")
+seen = []
+policy = ConsumerPolicy.load({{"steps": {{"process": {{"retry": {{"max_attempts": 2, "backoff": 0.01}}}}}}}})
+
+
+@consumer(orders, policy=policy)
+{flavour} charge(order, transaction):
+    seen.append((transaction.id, current().attempt))
+    if order["card"] == "slow" and current().attempt == 0:
+        raise ConnectionError("the bank did not answer")
+    if order["card"] == "empty":
+        raise BusinessError("card declined", code="declined")
+"""
+CARDS = {"good": [0], "slow": [0, 1], "empty": [0]}
+
+
+@pytest.fixture(scope="module")
+def nats_url():
+    yield from _served(PrivateNats)
+
+
+@pytest.fixture(scope="module")
+def redis_url():
+    yield from _served(PrivateRedis)
+
+
+def _served(kind):
+    folder = Path(tempfile.mkdtemp(prefix="ergon-moved-"))
+    server = kind(folder)
+    try:
+        server.start()
+        yield server.url
+    finally:
+        server.kill()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(params=["def", "async def"])
+def handler(tmp_path, monkeypatch, request):
+    """Imports the one module anew, as a new process would; the settings say where its queue is."""
+    name = f"shop_{uuid4().hex}"
+    (tmp_path / f"{name}.py").write_text(HANDLER.format(flavour=request.param, name=name), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(queues, "_chosen", [])
+
+    def fresh(line):
+        (tmp_path / "ergon.toml").write_text(f"[queues.{name}]\n{line}\n", encoding="utf-8")
+        sys.modules.pop(name, None)
+        return importlib.import_module(name)
+
+    yield fresh
+    sys.modules.pop(name, None)
+
+
+def _outcome(module):
+    """What became of three orders: attempts of each, and the dead letters with their reasons."""
+    module.orders.dispatch([Transaction(card, {"card": card}) for card in CARDS])
+    report = module.charge.run()
+    if asyncio.iscoroutine(report):
+        report = asyncio.run(report)
+    attempts = {card: [attempt for name, attempt in module.seen if name == card] for card in CARDS}
+    dead = [(letter.id, letter.reason) for letter in module.orders.list_dead(DeadLetterQuery())]
+    module.orders.discard_dead([letter.place for letter in module.orders.list_dead(DeadLetterQuery())])
+    module.orders.close()
+    return attempts, dead, report.counts[Kind.SUCCEEDED]
+
+
+@pytest.fixture
+def addresses(database, nats_url, redis_url):
+    return {
+        "MemoryConnector": f"memory://{uuid4().hex}",
+        "PostgresQueue": database,
+        "NatsQueue": nats_url,
+        "RedisQueue": redis_url,
+    }
+
+
+@pytest.mark.spec("CNN-01", "CNN-08")
+def test_a_handler_means_the_same_on_every_broker_and_moves_by_one_line(handler, addresses, rabbitmq, monkeypatch):
+    for wanted, url in addresses.items():
+        module = handler(f'url = "{url}"')
+        assert _outcome(module) == (CARDS, [("empty", "declined")], 2), wanted
+        assert type(module.orders.connector).__name__ == wanted
+    # This one's address has a password, which the file would refuse: the line is the environment's.
+    module = handler("")
+    monkeypatch.setenv(f"ERGON_QUEUES__{module.orders.name.upper()}__URL", rabbitmq)
+    assert _outcome(module) == (CARDS, [("empty", "declined")], 2)
+    assert type(module.orders.connector).__name__ == "RabbitMQQueue"

@@ -1,0 +1,130 @@
+"""Streams of other people: their messages, their groups, and what must not be cut off under them."""
+
+from __future__ import annotations
+
+import pytest
+
+from ergon_framework.connectors.base import Ack, DeadLetter, Later, Release, SettleResult
+from ergon_framework.connectors.deadletters import DeadLetterQuery
+from ergon_framework.connectors.foreign import ForeignCodec, header, pointer
+from ergon_framework.connectors.redis import scripts
+from ergon_framework.errors import ConfigurationError
+from ergon_framework.transaction import Transaction
+from tests.integration.redises import Queues, running, stream
+
+SETTLED = SettleResult.SETTLED
+GROUP = "ergon"
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running(appendonly="no") as server:
+        yield server
+
+
+@pytest.fixture
+def queues(server):
+    made = Queues(server)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def client(server):
+    with server.client() as client:
+        yield client
+
+
+@pytest.mark.spec("CNN-16")
+def test_plain_fields_of_another_producer_are_a_message(queues, client):
+    client.xadd("shop:orders", {"order": "7", "cents": "250"})
+    queue = queues("plain", stream="shop:orders", codec=ForeignCodec(id=pointer("/order"), type="order"))
+    (delivery,) = queue.fetch_transactions(5)
+    came = delivery.transaction
+    assert (came.id, came.payload, came.type) == ("7", {"order": "7", "cents": "250"}, "order")
+    assert queue.queued(["7", "8"]) == {"7"}
+    assert queue.settle([(delivery, Later(0, attempts=2))]) == [SETTLED]
+    (again,) = queue.fetch_transactions(5)
+    assert (again.transaction.id, again.transaction.attempts, again.deliveries) == ("7", 2, 1)
+    assert queue.settle([(again, DeadLetter("why"))]) == [SETTLED]
+    (record,) = queue.list_dead(DeadLetterQuery(id="7"))
+    assert record.payload["cents"] == "250"
+    queue.replay_dead([record.place])
+    (replayed,) = queue.fetch_transactions(5)
+    assert (replayed.transaction.id, replayed.transaction.attempts) == ("7", 0)
+
+
+@pytest.mark.spec("CNN-16")
+def test_a_body_in_a_field_of_its_own_and_an_id_among_the_others(queues, client):
+    client.xadd("shop:paid", {"__data__": b'{"cents": 250}', "x-order": "7"})
+    queue = queues("data", stream="shop:paid", body="__data__", codec=ForeignCodec(id=header("x-order")))
+    queue.dispatch([Transaction("ours", {"cents": 1})])
+    theirs, ours = queue.fetch_transactions(5)
+    assert (theirs.transaction.id, theirs.transaction.payload) == ("7", {"cents": 250})
+    assert (ours.transaction.id, ours.transaction.payload) == ("ours", {"cents": 1})
+
+
+@pytest.mark.spec("CNN-05", "CNN-16")
+def test_hostile_fields_stop_nobody(queues, client):
+    queue = queues("hostile")
+    queue.open()
+    hostile = [
+        {"ergon-id": b"\xff\xfe", "body": b"{}"},
+        {"ergon-id": "one", "ergon-deliveries": "many", "body": b"{}"},
+        {"ergon-id": "two", "ergon-deliveries": "9" * 30, "ergon-dead-reason": "forged", "body": b"{}"},
+        {b"\xff": b"\xff", "body": b"\x00\xff"},
+        {"": ""},
+    ]
+    for fields in hostile:
+        client.xadd(stream("hostile"), fields)
+    found = queue.fetch_transactions(10)
+    assert [each.error is None for each in found] == [False, True, True, False, False]
+    assert {each.deliveries for each in found} == {1}
+    assert queue.settle([(each, Later(0)) for each in found]) == [SETTLED] * 5
+    found = queue.fetch_transactions(10)
+    assert queue.settle([(each, DeadLetter("why")) for each in found]) == [SETTLED] * 5
+    records = queue.list_dead(DeadLetterQuery())
+    assert [record.reason for record in records] == ["why"] * 5
+    assert records[3].raw == b"\x00\xff"
+    for record in records:
+        record.model_dump_json()
+
+
+@pytest.mark.spec("CNN-05")
+def test_more_fields_than_a_script_can_move_are_refused_alone(queues, client):
+    queue = queues("wide")
+    client.xadd(stream("wide"), {f"field-{number}": "x" for number in range(4_000)})
+    queue.dispatch([Transaction("narrow", {})])
+    wide, narrow = queue.fetch_transactions(10)
+    settlings = [(wide, DeadLetter("why")), (narrow, Later(0))]
+    assert queue.settle(settlings) == [SettleResult.FAILED, SETTLED]
+    assert queue.settle([(wide, Release())]) == [SETTLED]
+    assert queue.settle([(each, Ack()) for each in queue.fetch_transactions(10)]) == [SETTLED] * 2
+
+
+@pytest.mark.spec("CNN-02")
+def test_what_another_group_has_not_read_is_never_cut_off(queues, client):
+    key = "shop:shared"
+    for number in range(6):
+        client.xadd(key, {"n": str(number)})
+    client.xgroup_create(key, "audit", id="0")
+    queue = queues("shared", stream=key, codec=ForeignCodec(id=pointer("/n")))
+    assert queue.settle([(each, Ack()) for each in queue.fetch_transactions(4)]) == [SETTLED] * 4
+    tidy = lambda: client.eval(scripts.TIDY.text, 1, key, GROUP, 10**9)  # noqa: E731 - short, and asked thrice
+    assert (tidy(), client.xlen(key)) == (0, 6)
+    assert queue.depth().ready == 2
+    ((_, theirs),) = client.xreadgroup("audit", "auditor", {key: ">"}, count=5)
+    client.xack(key, "audit", *(place for place, _ in theirs[1:3]))
+    # Its first is still in hand there.
+    assert (tidy(), client.xlen(key)) == (0, 6)
+    client.xack(key, "audit", theirs[0][0], theirs[3][0], theirs[4][0])
+    assert tidy() == 3
+    assert [fields[b"n"] for _, fields in client.xrange(key)] == [b"3", b"4", b"5"]
+    assert [each.transaction.id for each in queue.fetch_transactions(10)] == ["4", "5"]
+
+
+@pytest.mark.spec("CNN-16")
+def test_a_stream_that_no_slot_can_be_shared_with_is_refused(queues):
+    for key in ("", "a}b", "a}{b"):
+        with pytest.raises(ConfigurationError, match="slot"):
+            queues("odd", stream=key)

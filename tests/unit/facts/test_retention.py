@@ -1,0 +1,115 @@
+"""Retention: rounds under a policy, which remove what is old and confirmed, and nothing else."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+
+from ergon_framework.errors import ConfigurationError, ConnectionLost
+from ergon_framework.facts.boundary import Pruned
+from ergon_framework.facts.model import Envelope, Fact, Pair
+from ergon_framework.facts.policy import RetentionPolicy
+from ergon_framework.facts.retention import Retention
+from ergon_framework.facts.stores.memory import MemoryBoundary
+
+pytestmark = pytest.mark.spec("FAC-11")
+
+PAIR = Pair("Plant A", "HQ")
+
+
+class Clock:
+    def __init__(self):
+        self.now = 1_000_000.0
+
+    def __call__(self):
+        return self.now
+
+
+def append(store, number):
+    envelope = Envelope(message_id=f"m-{number}", from_zone=PAIR.from_zone, to_zone=PAIR.to_zone, produced_at_unix_ms=0)
+    store.append_fact(envelope, Fact.of("s", "p", number))
+
+
+def retained(store):
+    return [each.offset for each in store.fetch_facts("ledger", PAIR, 100, after=None)]
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def store(clock):
+    made = MemoryBoundary(wall=clock)
+    made.fetch_facts("ledger", PAIR, 1)
+    for number in (1, 2):
+        append(made, number)
+    clock.now += 3600
+    append(made, 3)
+    return made
+
+
+def test_what_is_old_and_confirmed_goes_and_the_rest_stays(store, clock):
+    retention = Retention(store, RetentionPolicy(keep=1800.0), wall=clock)
+    assert retention.round() == Pruned(0, 0)  # nobody has confirmed anything
+    first = store.fetch_facts("ledger", PAIR, 1)[0]
+    store.confirm_receipt("ledger", PAIR, first.cursor)
+    assert retention.round() == Pruned(1, 0)
+    store.confirm_receipt("ledger", PAIR, store.end_of(PAIR))
+    assert retention.round() == Pruned(1, 0)  # the third is confirmed, and too young
+    assert store.survey()[0].first == 3
+
+
+def test_a_policy_says_from_when_on_things_may_go():
+    assert RetentionPolicy(keep=10.0).before_unix_ms(1000.0) == 990_000
+    assert RetentionPolicy().before_unix_ms(1.0) == 0
+    assert RetentionPolicy(interval=100.0, jitter=0.1).wait(lambda: 0.0) == pytest.approx(90.0)
+    with pytest.raises(ConfigurationError):
+        RetentionPolicy.load({"interval": 0})
+
+
+class Moody(MemoryBoundary):
+    """Cannot be asked the first time; tells when it was asked."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked = threading.Semaphore(0)
+        self.errors = [ConnectionLost("the database is away"), OSError("the disk is away")]
+
+    def prune(self, before_unix_ms):
+        self.asked.release()
+        if self.errors:
+            raise self.errors.pop(0)
+        return Pruned(7, 2)
+
+
+def test_a_round_that_fails_is_told_and_made_up_for(caplog):
+    store = Moody()
+    retention = Retention(store)
+    with caplog.at_level(logging.INFO, logger="ergon_framework.facts"):
+        assert [retention.round() for _ in range(3)] == [None, None, Pruned(7, 2)]
+    assert [(record.message, record.levelname) for record in caplog.records] == [
+        ("pruning failed", "WARNING"),
+        ("pruning failed", "WARNING"),
+        ("facts pruned", "INFO"),
+    ]
+    assert "the database is away" in caplog.records[0].error
+    assert (caplog.records[2].facts, caplog.records[2].artifacts) == (7, 2)
+
+
+def test_rounds_follow_each_other_until_the_end():
+    store = Moody()
+    with Retention(store, RetentionPolicy(interval=0.001)).running():
+        for _ in range(4):
+            assert store.asked.acquire(timeout=20)
+    assert "ergon-retention" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_the_end_does_not_wait_for_the_next_round():
+    store = Moody()
+    with Retention(store, RetentionPolicy(interval=3600.0)).running():
+        assert store.asked.acquire(timeout=20)
+    assert "ergon-retention" not in {thread.name for thread in threading.enumerate()}

@@ -1,0 +1,230 @@
+"""Who may do what: by the names in a certificate."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import pytest
+
+from ergon_framework.errors import ConfigurationError
+from ergon_framework.facts.boundary import KnownObject, LogState
+from ergon_framework.facts.errors import AccessDenied, ArtifactUnknown, InvalidFactError
+from ergon_framework.facts.model import Buffer, Pair, Stored
+from ergon_framework.facts.service import identity
+from ergon_framework.facts.service.access import Access
+from ergon_framework.facts.service.identity import Identity
+from ergon_framework.facts.service.revoked import Revoked
+from tests.servers.certificates import Authority, fingerprint
+
+pytestmark = pytest.mark.spec("FAC-18")
+
+OUT = Pair("Plant A", "Enterprise")
+IN = Pair("Enterprise", "Plant A")
+ELSEWHERE = Pair("Plant B", "Enterprise")
+ACCESS = Access(["Plant A"])
+
+
+def holder(*zones, operator=None):
+    return Identity(frozenset(zones), operator, 0, 2**40, "00" * 32)
+
+
+PLANT, PLANT_B, PEER = holder("Plant A"), holder("Plant B"), holder("Enterprise")
+OPERATOR = holder(operator="ops")
+
+
+def allowed(rule, *args):
+    try:
+        rule(*args)
+    except (AccessDenied, ArtifactUnknown):
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    "who, zones, may",
+    [
+        (PLANT, ["Plant A"], True),
+        (PLANT, ["Plant A", "Plant B"], False),
+        (PLANT, ["plant a"], False),
+        (PLANT_B, ["Plant A"], False),
+        # Its own zone, but not its store: its facts come over the line.
+        (PEER, ["Enterprise"], False),
+        (OPERATOR, ["Plant A"], False),
+        (holder("Plant A", "Plant B"), ["Plant B"], False),
+    ],
+)
+def test_facts_are_appended_by_their_own_zone_to_its_own_store(who, zones, may):
+    assert allowed(ACCESS.append, who, zones) is may
+
+
+@pytest.mark.parametrize(
+    "who, pair, reader, may",
+    [
+        (PEER, OUT, "ledger", True),
+        (PLANT, IN, "ledger", True),
+        (PLANT, OUT, "sender:audit", True),
+        # A reader of the other side: whoever confirms for him lets retention take what he never had.
+        (PLANT, OUT, "ledger", False),
+        (PEER, OUT, "sender:audit", False),
+        (PLANT_B, OUT, "ledger", False),
+        (PLANT_B, OUT, "sender:audit", False),
+        (PLANT, ELSEWHERE, "ledger", False),
+        (OPERATOR, OUT, "ledger", False),
+    ],
+)
+def test_facts_are_read_by_the_two_zones_that_they_concern(who, pair, reader, may):
+    assert allowed(ACCESS.read, who, pair, reader) is may
+
+
+@pytest.mark.parametrize("who, may", [(PLANT, True), (PEER, True), (OPERATOR, True), (PLANT_B, False)])
+def test_cursors_are_shown_to_both_zones_and_to_operators(who, may):
+    assert allowed(ACCESS.look, who, OUT) is may
+
+
+@pytest.mark.parametrize("who, may", [(PLANT, True), (OPERATOR, True), (PEER, False), (PLANT_B, False)])
+def test_what_became_of_a_fact_is_told_to_its_zone(who, may):
+    assert allowed(ACCESS.ask, who, "Plant A") is may
+
+
+@pytest.mark.parametrize("who, may", [(PLANT, True), (PEER, False), (OPERATOR, False)])
+def test_artifacts_are_put_by_the_zones_of_the_store(who, may):
+    assert allowed(ACCESS.put, who) is may
+
+
+@pytest.mark.parametrize(
+    "who, named_by, may",
+    [
+        (PLANT, (), True),
+        (PEER, (OUT,), True),
+        (PEER, (IN,), True),
+        (PEER, (), False),
+        (PEER, None, False),
+        (PLANT_B, (OUT, IN), False),
+        (OPERATOR, (OUT,), False),
+    ],
+)
+def test_artifacts_are_read_by_those_who_may_read_a_fact_that_names_them(who, named_by, may):
+    known = None if named_by is None else KnownObject(Stored("sha256:" + "0" * 64, 1), frozenset(named_by))
+    assert allowed(ACCESS.get, who, "b", "k", known) is may
+
+
+def test_a_stranger_cannot_tell_whether_an_artifact_is_there():
+    there = KnownObject(Stored("sha256:" + "0" * 64, 1), frozenset([OUT]))
+    words = set()
+    for known in (there, None):
+        with pytest.raises(ArtifactUnknown) as caught:
+            ACCESS.get(PLANT_B, "b", "k", known)
+        words.add(str(caught.value))
+    assert len(words) == 1
+
+
+def test_a_survey_shows_what_concerns_the_caller():
+    logs = [
+        LogState(pair=pair, buffer=Buffer.ESB, epoch="e", first=1, last=1, bytes=1) for pair in (OUT, IN, ELSEWHERE)
+    ]
+    assert [log.pair for log in ACCESS.visible(PLANT, logs)] == [OUT, IN]
+    assert [log.pair for log in ACCESS.visible(PLANT_B, logs)] == [ELSEWHERE]
+    assert len(ACCESS.visible(OPERATOR, logs)) == 3
+
+
+def test_readers_are_retired_by_operators():
+    assert ACCESS.operate(OPERATOR) == "ops"
+    assert not allowed(ACCESS.operate, PLANT)
+
+
+# -- certificates ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory):
+    return Authority(tmp_path_factory.mktemp("authority"))
+
+
+def read(files):
+    return identity.read(files.certificate.read_bytes())
+
+
+def test_the_names_are_percent_encoded_uris(authority):
+    found = read(authority.issue("many", zones=["Werk Süd/2 100%", "Plant A"], operator="Jane Doe"))
+    assert found.zones == {"Werk Süd/2 100%", "Plant A"}
+    assert found.operator == "Jane Doe"
+    assert found.name == "zone Plant A, zone Werk Süd/2 100%, operator Jane Doe"
+
+
+@pytest.mark.parametrize(
+    "uris",
+    [
+        [],
+        ["spiffe://example/plant"],
+        ["ergon://zone/"],
+        ["ergon://zone/%20Plant"],
+        ["ergon://zone/Pl%00ant"],
+        ["ergon://zone/%FF%FE"],
+        ["ergon://zone/" + "x" * 65],
+        ["ergon://zones/Plant"],
+        ["ergon://zone/Plant%20A", "ergon://zone/"],
+    ],
+)
+def test_a_certificate_that_names_nobody_lets_nobody_in(authority, uris):
+    with pytest.raises(AccessDenied):
+        read(authority.issue("odd", uris=uris))
+
+
+def test_what_is_no_certificate_names_nobody():
+    with pytest.raises(AccessDenied):
+        identity.read(b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n")
+
+
+def test_a_zone_that_cannot_be_is_not_written():
+    with pytest.raises(InvalidFactError):
+        identity.zone_uri(" blank")
+
+
+def test_a_certificate_holds_for_its_time(authority):
+    who = read(authority.issue("short", zones=["Plant A"], lasts=timedelta(seconds=60)))
+    who.check(time.time())
+    for moment in (time.time() + 61, time.time() - 3601):
+        with pytest.raises(AccessDenied, match="not valid now") as caught:
+            who.check(moment)
+        # Whoever renews it comes back, and loses nothing meanwhile.
+        assert caught.value.later
+        assert not caught.value.final
+
+
+def test_a_revoked_certificate_is_out_as_soon_as_the_list_says_so(authority, tmp_path):
+    files = authority.issue("revoked", zones=["Plant A"])
+    other = read(authority.issue("other", zones=["Plant A"]))
+    path = tmp_path / "revoked"
+    path.write_text("# nobody yet\n\n", encoding="utf-8")
+    revoked = Revoked(path)
+    revoked.check(read(files))
+    found = fingerprint(files).upper()
+    openssl = "sha256 Fingerprint=" + ":".join(found[start : start + 2] for start in range(0, 64, 2))
+    path.write_text(f"{openssl}  # stolen, INC-7\n", encoding="utf-8")
+    with pytest.raises(AccessDenied, match="was revoked"):
+        revoked.check(read(files))
+    revoked.check(other)
+
+
+def test_while_the_list_cannot_be_read_nobody_is_let_in(authority, tmp_path):
+    who = read(authority.issue("waiting", zones=["Plant A"]))
+    path = tmp_path / "revoked"
+    path.write_text("", encoding="utf-8")
+    revoked = Revoked(path)
+    for broken in (lambda: path.write_text("nonsense\n", encoding="utf-8"), path.unlink):
+        broken()
+        with pytest.raises(AccessDenied, match="nobody is let in") as caught:
+            revoked.check(who)
+        assert caught.value.later
+    path.write_text("\n", encoding="utf-8")
+    revoked.check(who)
+
+
+def test_a_list_that_is_wrong_from_the_start_is_no_start(tmp_path):
+    path = tmp_path / "revoked"
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        Revoked(path)
+    path.write_text("\nabc\n", encoding="utf-8")
+    with pytest.raises(ConfigurationError, match=":2 is no sha256 fingerprint"):
+        Revoked(path)

@@ -1,0 +1,166 @@
+"""``ergon policy``: what it shows, and when it refuses."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from ergon_framework.cli.app import app
+from ergon_framework.cli.policy_view import seconds
+from ergon_framework.cli.policy_work import PolicyExit
+from ergon_framework.task.mixins.policies import ConsumerPolicy
+
+pytestmark = pytest.mark.spec("RUN-07")
+
+PROGRAM = """
+from dataclasses import replace
+from ergon_framework import ConsumerPolicy, consumer
+from ergon_framework.connectors.memory import MemoryConnector
+from ergon_framework.providers.base import ProviderBase
+from ergon_framework.providers.policy import ProviderPolicy
+
+class Bank(ProviderBase):
+    provider_name = "bank"
+    capability = "charge"
+    policy = ProviderPolicy.load({"timeout": 90.0, "retry": {"max_attempts": 4}})
+    def _execute_impl(self, operation, payload, context): ...
+
+class Stern(MemoryConnector):
+    @property
+    def capabilities(self):
+        return replace(super().capabilities, renewable=False, lease=None, deadline=60.0)
+
+bank = Bank()
+cashier = bank
+orders = MemoryConnector("orders")
+
+@consumer(orders, policy=ConsumerPolicy.load({"steps": {"process": {"retry": {"max_attempts": 5, "backoff": 10.0,
+    "jitter": 0.2}}}}))
+def charge(transaction): ...
+
+@consumer(Stern("slow"))
+def refused(transaction): ...
+
+@consumer(orders, policy=ConsumerPolicy.load({"steps": {"process": {"retry": {"timeout": None, "max_attempts": 1}}}}))
+def endless(transaction): ...
+
+@consumer(orders, policy=ConsumerPolicy.load({"loop": {"transaction_timeout": 5.0}}))
+def hasty(transaction): ...
+"""
+
+
+@pytest.fixture(autouse=True)
+def _program(monkeypatch, tmp_path):
+    (tmp_path / "tills.py").write_text(PROGRAM, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
+    sys.modules.pop("tills", None)
+
+
+def run(*words):
+    return CliRunner().invoke(app, ["policy", *words])
+
+
+def told(*words):
+    done = run("explain", *words, "--json")
+    return done.exit_code, json.loads(done.stdout)
+
+
+def test_delays_and_the_worst_case_in_seconds_and_calls():
+    code, said = told("tills:charge")
+    assert code == PolicyExit.OK
+    assert [wait["planned"] for wait in said["worst"]["process"]["waits"]] == [10.0, 20.0, 30.0, 30.0]
+    assert (said["worst"]["calls"], said["worst"]["calls_with_crashes"]) == (5, 50)
+    assert said["worst"]["held"] == 2 * said["worst"]["busy"]
+    assert (said["queue"], said["refused"]) == ("orders", None)
+
+
+def test_a_provider_is_stacked_once_and_multiplies():
+    _, said = told("tills:charge")
+    (bank,) = said["stacked"]
+    assert bank == {
+        "name": "bank charge",
+        "attempts": 4,
+        "timeout": 90.0,
+        "calls": 20,
+        "calls_with_crashes": 200,
+    }
+    assert any(
+        "bank charge may take 1 min 30 s, but an attempt of process ends after 1 min" in x for x in said["advice"]
+    )
+
+
+def test_the_same_in_words():
+    done = run("explain", "tills:charge")
+    assert done.exit_code == PolicyExit.OK
+    for said in (
+        "charge on orders",
+        "10 s, 20 s",
+        "±20%",
+        "calls of process:           5; 50 with a crash in each delivery",
+        "stacked: bank charge tries 4 times within 1 min 30 s: 20 calls of it for one transaction, 200 with crashes",
+        "lasts 30 s and is renewed for as long as the transaction takes",
+    ):
+        assert said in done.stdout
+
+
+def test_a_policy_that_the_broker_cannot_hold_is_refused():
+    done = run("explain", "tills:refused")
+    assert done.exit_code == PolicyExit.REFUSED
+    assert "ends after 1 min, and cannot be renewed" in done.stdout
+    assert "'slow' takes a delivery back after 60 s" in done.stderr
+    code, said = told("tills:refused")
+    assert code == PolicyExit.REFUSED
+    assert "set loop.transaction_timeout" in said["refused"]
+
+
+def test_a_body_that_nothing_ends_is_said_and_is_null_for_machines():
+    code, said = told("tills:endless")
+    assert code == PolicyExit.OK
+    assert said["worst"]["busy"] is None
+    assert any("nothing ends a body that hangs" in advice for advice in said["advice"])
+    assert "no limit" in run("explain", "tills:endless").stdout
+
+
+def test_a_timeout_that_never_counts_is_said():
+    _, said = told("tills:hasty")
+    assert any("steps.process.retry.timeout never counts" in advice for advice in said["advice"])
+
+
+def test_the_settings_change_the_policy(tmp_path):
+    (tmp_path / "ergon.toml").write_text("[tasks.charge.policy.steps.process.retry]\nmax_attempts = 2\n")
+    assert told("tills:charge")[1]["worst"]["calls"] == 2
+
+
+def test_a_file_takes_its_place(tmp_path):
+    (tmp_path / "other.toml").write_text("[steps.process.retry]\nmax_attempts = 7\n")
+    assert told("tills:charge", "--policy", "other.toml")[1]["worst"]["calls"] == 7
+
+
+@pytest.mark.parametrize("name", ["nowhere:charge", "tills:chrage", "tills"])
+def test_a_task_that_is_not_there_is_a_mistake_of_the_command_line(name):
+    done = run("explain", name)
+    assert done.exit_code == PolicyExit.USAGE
+    assert done.stderr.startswith("ergon: ")
+
+
+@pytest.mark.parametrize("kind", ["consumer", "producer", "provider"])
+def test_the_schema_is_that_of_the_policy(kind):
+    schema = json.loads(run("schema", kind).stdout)
+    assert schema["additionalProperties"] is False
+    assert schema["title"].lower().startswith(kind)
+
+
+def test_the_consumers_schema_is_the_default():
+    assert json.loads(run("schema").stdout) == ConsumerPolicy.model_json_schema()
+
+
+def test_lengths_of_time_as_people_say_them():
+    lengths = (0, 0.002, 1.5, 59.99, 60, 90, 7200, 7260, 200_000, float("inf"))
+    said = ["0 s", "2 ms", "1.5 s", "60 s", "1 min", "1 min 30 s", "2 h", "2 h 1 min", "2 d 7 h", "no limit"]
+    assert [seconds(length) for length in lengths] == said
