@@ -1,9 +1,9 @@
-"""A test in real time is asked again when it failed while others held the processors.
+"""A test is asked again when it failed while others held the processors.
 
-Such a test says that something ends within a third of a second. On a machine whose processors were taken, by a
-neighbour or by the other half of the tests, its failure says nothing. So a failure counts at once where everyone
-had a processor, and where not, the test is asked again, a few times and no more: what fails every time is red. Who
-was asked again stands at the end of the run. Tests of rules alone are not asked twice, whatever the machine did.
+Many tests say that something ends within a third of a second, or that nobody is left once something is over. On a
+machine whose processors were taken, by a neighbour or by the other half of the tests, such a failure says nothing. So a
+failure counts at once where everyone had a processor, and where not, the test is asked again, a few times and no more:
+what fails every time is red, and a broken rule fails every time. Who was asked again stands at the end of the run.
 A test in which a server that is not ours ended by itself is asked again as well: its failure is not about us.
 """
 
@@ -20,8 +20,6 @@ from _pytest.runner import runtestprotocol
 
 from tests.servers.pgbouncer import DEATHS
 
-#: Folders below tests/ whose tests run in real time.
-REAL_TIME = ("conformance", "docs", "integration", "signals", "twins", "unit/executor", "unit/runner", "unit/testing")
 TRIES = 5
 #: The share of a test's time in which somebody waited for a processor, beyond which its failure is no verdict.
 CROWDED = 0.05
@@ -55,15 +53,8 @@ def _waited() -> float:
     return int(pressure.rpartition("=")[2]) / 1e6 + int(stolen) / _TICK
 
 
-def _in_real_time(item: pytest.Item) -> bool:
-    tests = item.config.rootpath / "tests"
-    return any(item.path.is_relative_to(tests / folder) for folder in REAL_TIME)
-
-
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-    if not _in_real_time(item):
-        return None
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool:
     hook = item.ihook
     hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     for left in reversed(range(TRIES)):

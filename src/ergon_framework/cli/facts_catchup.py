@@ -15,6 +15,8 @@ from ergon_framework.facts.replica import ReplicaState
 
 #: Seconds between two lines, and between two looks of a bar.
 EVERY, OFTEN = 5.0, 0.5
+#: Seconds within which the last look is over: it may be writing to a slow terminal.
+LEAVE = 5.0
 #: Facts from which on it is worth telling: the everyday lag is none.
 BACKLOG = 1_000
 
@@ -32,7 +34,7 @@ def shown(states: States) -> Iterator[None]:
         yield
     finally:
         over.set()
-        thread.join(OFTEN * 2)
+        thread.join(LEAVE)
 
 
 def behind(state: ReplicaState) -> tuple[int, int] | None:

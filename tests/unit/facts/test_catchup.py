@@ -53,3 +53,18 @@ def test_a_backlog_is_told_on_stderr_for_as_long_as_there_is_one(monkeypatch, ca
             "ergon: plant to hub: 1,000 of 10,000 facts",
             "ergon: plant to hub: 2,000 of 10,000 facts",
         ]
+
+
+def test_nobody_tells_any_more_once_it_is_over(monkeypatch):
+    monkeypatch.setattr(catchup, "EVERY", 0.001)
+    monkeypatch.setattr(catchup, "OFTEN", 0.001)
+    looking, over = threading.Event(), threading.Event()
+
+    def states():
+        looking.set()
+        over.wait(0.1)
+        return []
+
+    with catchup.shown(states):
+        assert looking.wait(10)
+    assert not [thread for thread in threading.enumerate() if thread.name == "ergon-catchup"]

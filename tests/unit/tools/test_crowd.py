@@ -25,9 +25,9 @@ def test_it():
 
 @pytest.fixture
 def ask(tmp_path):
-    def ask(folder, *, good, crowded, deaths=()):
+    def ask(*, good, crowded, deaths=()):
         """Asks a test that passes from the `good`th time on: whether it passed, how often it was asked, the output."""
-        place = tmp_path / "tests" / folder
+        place = tmp_path / "tests"
         place.mkdir(parents=True)
         tally = tmp_path / "tally"
         (place / "test_it.py").write_text(COUNTED.format(tally=str(tally), good=good), encoding="utf-8")
@@ -52,14 +52,14 @@ def ask(tmp_path):
 
 
 def test_a_failure_in_a_crowd_is_asked_again_and_said_at_the_end(ask):
-    passed, asked, output = ask("twins", good=3, crowded=True)
+    passed, asked, output = ask(good=3, crowded=True)
     assert (passed, asked) == (True, 3)
     assert "asked again, because processors were taken or a server had died: 2" in output
     assert "test_it: call: AssertionError: too early" in output
 
 
 def test_a_failure_beside_a_server_that_died_is_asked_again_with_its_last_words(ask):
-    passed, asked, output = ask("conformance", good=2, crowded=False, deaths=["the pooler: FATAL bad state"])
+    passed, asked, output = ask(good=2, crowded=False, deaths=["the pooler: FATAL bad state"])
     assert (passed, asked) == (True, 2)
     assert "too early; the pooler: FATAL bad state" in output
 
@@ -73,20 +73,15 @@ def test_only_deaths_during_the_test_count(monkeypatch):
 
 
 def test_what_fails_every_time_is_red(ask):
-    passed, asked, output = ask("twins", good=100, crowded=True)
+    passed, asked, output = ask(good=100, crowded=True)
     assert (passed, asked) == (False, crowd.TRIES)
     assert "1 failed" in output
 
 
 def test_a_failure_on_a_calm_machine_counts_at_once(ask):
-    passed, asked, output = ask("twins", good=2, crowded=False)
+    passed, asked, output = ask(good=2, crowded=False)
     assert (passed, asked) == (False, 1)
     assert "asked again" not in output
-
-
-def test_a_test_of_rules_alone_is_never_asked_twice(ask):
-    passed, asked, _ = ask("properties", good=2, crowded=True)
-    assert (passed, asked) == (False, 1)
 
 
 @pytest.mark.parametrize("waited, crowded", [(0.0, False), (0.0001, False), (10.0, True)])
@@ -96,7 +91,3 @@ def test_a_crowd_is_a_share_of_the_time(monkeypatch, waited, crowded):
     gauge = crowd.Gauge()
     time.sleep(0.01)
     assert gauge.crowded() is crowded
-
-
-def test_every_folder_in_real_time_is_there():
-    assert [folder for folder in crowd.REAL_TIME if not (ROOT / "tests" / folder).is_dir()] == []
