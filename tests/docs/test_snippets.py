@@ -23,11 +23,9 @@ DOCUMENTS = [
 
 
 #: What a document says that needs a broker.
-NEEDS_RABBITMQ = re.compile(r"RABBITMQ_URL")
-NEEDS_NATS = re.compile(r"ERGON_NATS__URL")
-#: What a document says that needs a Redis server.
-NEEDS_REDIS = re.compile(r"RedisQueue\(")
 NEEDS_RABBITMQ = re.compile(r"RABBITMQ_URL|RabbitMQQueue\(")
+NEEDS_NATS = re.compile(r"ERGON_NATS__URL")
+NEEDS_REDIS = re.compile(r"RedisQueue\(")
 #: What a document says that needs a database.
 NEEDS_A_DATABASE = re.compile(r"Postgres(Queue|Books|Boundary)\(|^\$ ergon db ", re.MULTILINE)
 
@@ -38,12 +36,11 @@ def test_the_document_does_what_it_says(name, installed, tmp_path, request):
     text = (ROOT / name).read_text(encoding="utf-8")
     env = lent(request.getfixturevalue("new_postgres")(), name) if NEEDS_A_DATABASE.search(text) else {}
     if NEEDS_RABBITMQ.search(text):
-        env["RABBITMQ_URL"] = request.getfixturevalue("new_rabbitmq")().url
+        env["RABBITMQ_URL"] = env["ERGON_RABBITMQ__URL"] = request.getfixturevalue("new_rabbitmq")().url
     if NEEDS_NATS.search(text):
         env["ERGON_NATS__URL"] = request.getfixturevalue("new_nats")().url
     if NEEDS_REDIS.search(text):
         env["ERGON_REDIS__URL"] = request.getfixturevalue("new_redis")().url
-        env["RABBITMQ_URL"] = env["ERGON_RABBITMQ__URL"] = request.getfixturevalue("new_rabbitmq")().url
     Bench(tmp_path, installed, name, env).run_all(snippets(text))
 
 

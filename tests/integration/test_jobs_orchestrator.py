@@ -257,6 +257,17 @@ def test_a_job_that_waits_too_long_for_an_executor_is_left_to_another_orchestrat
     assert (job.state, job.attempts) == ("succeeded", 1)
 
 
+def test_a_job_waits_for_the_first_executor_however_long_it_takes_to_start(dsn, monkeypatch, caplog):
+    monkeypatch.setattr(task, "PATIENCE", 0.01)
+    caplog.set_level(logging.INFO)
+
+    async def test(client, _):
+        return await client.wait((await client.submit("double", 21)).id, timeout=30)
+
+    assert run(dsn, test, command=RUNTIME, size=1).result == 42
+    assert [record for record in caplog.records if getattr(record, "code", None) == "no_executor"] == []
+
+
 # -- kill, cancel, replay, retention --------------------------------------------------------------
 
 

@@ -98,6 +98,8 @@ class ExecutorPool:
         self._waiting: deque[asyncio.Future[ExecutorProcess]] = deque()
         self._keepers: list[asyncio.Task[None]] = []
         self._closing = False
+        #: One has answered, or could not be started: from here on somebody who waits knows what for.
+        self._tried = asyncio.Event()
         self._probes = 0
         self._served = 0
         self._waited_for = 0.0
@@ -122,9 +124,14 @@ class ExecutorPool:
         """The executors that run."""
         return sorted(process.pid for process in self._running)
 
+    async def tried(self) -> None:
+        """Wait until the first start has ended, well or not."""
+        await self._tried.wait()
+
     async def close(self) -> None:
         """Take no further job, have every executor end, and leave none behind."""
         self._closing = True
+        self._tried.set()
         for waiter in self._waiting:
             if not waiter.done():
                 waiter.set_exception(PoolClosed("the pool is closed"))
@@ -338,6 +345,7 @@ class ExecutorPool:
         failures = 0
         while True:
             process = await self._ready()
+            self._tried.set()
             if process is None:
                 self.counts["failed_starts"] += 1
                 await asyncio.sleep(self.policy.restart.delay(failures))

@@ -235,6 +235,8 @@ class JobTask(AsyncConsumerMixin, AsyncTask):
             return await self._run(pool, transaction, attempt, place=place)
 
     async def _place(self, pool: ExecutorPool) -> Reservation | None:
+        # An interpreter on a busy machine takes longer to start than a job is to wait for one that runs.
+        await pool.tried()
         try:
             async with asyncio.timeout(PATIENCE):
                 return await pool.reserve()
