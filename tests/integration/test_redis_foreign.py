@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ergon_framework.connectors.base import Ack, DeadLetter, Later, Release, SettleResult
+from ergon_framework.connectors.base import Ack, DeadLetter, Later, SettleResult
 from ergon_framework.connectors.deadletters import DeadLetterQuery
 from ergon_framework.connectors.foreign import ForeignCodec, header, pointer
 from ergon_framework.connectors.redis import scripts

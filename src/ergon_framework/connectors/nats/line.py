@@ -18,7 +18,8 @@ from nats import errors
 from nats.aio.subscription import Subscription
 
 from ergon_framework.connectors.base import ConnectorError
-from ergon_framework.connectors.nats.client import DirectClient, Ear, Heard
+from ergon_framework.connectors.nats.client import DirectClient
+from ergon_framework.connectors.nats.frames import Ear, Heard
 from ergon_framework.errors import ConnectionLost, ErgonError
 from ergon_framework.telemetry.redaction import masked
 
@@ -146,9 +147,14 @@ class Line:
 
     async def ask_all(self, requests: Sequence[Request], *, timeout: float | None = None) -> list[Heard | None]:
         """One answer each, in order; None for what was not answered in time, or by nobody."""
-        waiting = self.round(len(requests))
-        for index, (subject, payload, headers) in enumerate(requests):
-            await self.send(subject, payload, reply=self.reply(waiting, index), headers=headers)
+        waiting, most = self.round(len(requests)), self.max_payload
+        if all(headers is None and len(payload) <= most for _, payload, headers in requests):
+            await self.send_all(
+                [(subject, self.reply(waiting, index), payload) for index, (subject, payload, _) in enumerate(requests)]
+            )
+        else:
+            for index, (subject, payload, headers) in enumerate(requests):
+                await self.send(subject, payload, reply=self.reply(waiting, index), headers=headers)
         await self.answered(waiting, timeout=timeout)
         return [answer if answer is not None and not unheard(answer) else None for answer in waiting.answers]
 

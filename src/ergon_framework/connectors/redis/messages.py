@@ -69,7 +69,7 @@ def counted(headers: Mapping[str, str]) -> int:
 
 
 def spread(fields: Sequence[bytes]) -> Sequence[bytes]:
-    """The fields of an entry whose first one holds them, as the scripts pack them; what only looks like it stays as it is.
+    """The fields of an entry whose first one holds them, as the scripts pack them; what only looks so stays as it is.
 
     >>> spread([b"ergon-packed", b"1:a2:bc", b"more", b"x"])
     [b'a', b'bc', b'more', b'x']
