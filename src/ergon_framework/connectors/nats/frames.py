@@ -1,8 +1,8 @@
 """Frames: what the server sends, cut into messages.
 
 The client's own parser tries a pattern for each kind of frame on everything, and moves its buffer twice for a message.
-Here whole messages that have an ear are cut out of what was read, many at a time. Everything else, a message that is not
-all there among it, is left to the client's parser, piece by piece.
+Here whole messages that have an ear are cut out of what was read, many at a time. Everything else is left to the
+client's parser, piece by piece; so is a message that is not all there.
 """
 
 from __future__ import annotations
