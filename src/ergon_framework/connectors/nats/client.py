@@ -8,11 +8,16 @@ A few seams of the client are used for it, and a test watches that they are stil
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Final
 
 from nats.aio.client import Client
 from nats.aio.subscription import Subscription
+from nats.aio.transport import TcpTransport
 
 from ergon_framework.connectors.nats.frames import Ear, Frames, Heard, tell
+
+#: Bytes that a socket takes at once, unless the other side has stopped reading.
+_MUCH: Final = 65_536
 
 
 class DirectClient(Client):
@@ -45,7 +50,8 @@ class DirectClient(Client):
         """Publish many without headers: subject, where the answer is to go, payload.
 
         Written at once and not by the client's task, which comes round only after those who are ready now: what the
-        server can do meanwhile it would begin when they are done. That task is woken to wait where the socket is full.
+        server can do meanwhile it would begin when they are done. That task is woken for what the socket may not take
+        at once, and for transports that write only when they are drained.
         """
         written = b"".join(
             [
@@ -61,5 +67,6 @@ class DirectClient(Client):
             transport.writelines(self._pending)
             self._pending = []
         transport.write(written)
-        self._pending_data_size += len(written)
-        await self._flush_pending()
+        if len(written) > _MUCH or type(transport) is not TcpTransport:
+            self._pending_data_size += len(written)
+            await self._flush_pending()

@@ -59,7 +59,8 @@ def read_headers(head: bytes) -> dict[str, str]:
     {'ergon-id': '7', 'x': 'a: b'}
     """
     found = {}
-    for row in head.decode("utf-8", "replace").split("\r\n"):
+    _, *rows = head.decode("utf-8", "replace").split("\r\n")
+    for row in rows:
         name, colon, value = row.partition(":")
         if colon:
             found[name] = value.strip()
