@@ -84,9 +84,6 @@ WIRE: Final = (
 
 _FIELDS: Final = tuple(row for row in WIRE if row.form is not Form.TRACE)
 _TRACE: Final = tuple(row for row in WIRE if row.form is Form.TRACE)
-_BY_HEADER: Final = {row.header: row for row in WIRE}
-#: Looked up once: members of an enumeration are found slowly, and this is asked for every header.
-_TRACED: Final = Form.TRACE
 
 
 # -- the forms: each reads or refuses with ValueError ----------------------------------------------
@@ -119,9 +116,24 @@ def _read_count(text: str) -> int:
 
 
 def _read_time(text: str) -> float:
-    if not _MOMENT(text):
+    second, dot, rest = text.partition(".")
+    fraction = rest[:-1] if rest[-1:] == "Z" else ""
+    if not (dot and fraction.isdigit() and fraction.isascii() and len(fraction) <= 9):  # noqa: PLR2004 - nanoseconds
+        # As we do not write it: without a fraction, or with an offset.
+        found = _MOMENT(text)
+        if not found:
+            raise ValueError
+        second, fraction = text[:19], (found[1] or ".0")[1:]
+    # To the microsecond, as a datetime has it.
+    return (_moment(second) * 1_000_000 + int(fraction[:6].ljust(6, "0"))) / 1_000_000
+
+
+@lru_cache(64)
+def _moment(second: str) -> int:
+    """Remembered, as ``_second`` is."""
+    if not _MOMENT(f"{second}Z"):
         raise ValueError
-    return datetime.fromisoformat(text).timestamp()
+    return int(datetime.fromisoformat(second).replace(tzinfo=UTC).timestamp())
 
 
 def _read_history(text: str) -> tuple[Attempt, ...]:
@@ -186,6 +198,13 @@ _WRITE: Final[dict[Form, Callable[[Any], str]]] = {
     Form.TIME: _write_time,
     Form.HISTORY: _write_history,
 }
+#: By header, what is needed to read it, laid out once: it is asked for every header of every message. What belongs to
+#: a trace has no reader, because it is never refused.
+_READERS: Final[dict[str, tuple[str, Callable[[str], Any] | None, int, Wire]]] = {
+    row.header: (row.field, None if row.form is Form.TRACE else _READ[row.form], row.longest, row) for row in WIRE
+}
+# The same text in nearly every message of a queue.
+_READERS["ergon-source"] = "source", lru_cache(64)(_read_text), *_READERS["ergon-source"][2:]
 #: What nearly every transaction has, and what few have: of the second, one comparison says that there is nothing.
 _USUAL: Final = tuple(row for row in _FIELDS if row.field in {"id", "source", "created_at"})
 _RARE: Final = tuple(row for row in _FIELDS if row not in _USUAL)
@@ -222,6 +241,19 @@ def _writer() -> Callable[[Any], str]:
 to_json: Final = _writer()
 _ASCII_ENCODER: Final = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 _DECODER: Final = json.JSONDecoder(parse_float=_finite, parse_constant=_constant)
+#: Its inner part, which reads one value and says where that ends.
+_scan: Final[Callable[[str, int], tuple[Any, int]]] = _DECODER.scan_once  # type: ignore[attr-defined] # not in its stubs
+
+
+def _from_json(text: str) -> Any:
+    """What *text* says, by the short way where there is nothing around it, as nearly always."""
+    try:
+        value, end = _scan(text, 0)
+    except StopIteration:
+        end = -1
+    return value if end == len(text) else _DECODER.decode(text)
+
+
 # Every branch is possessive and the closing quote optional: no input makes it look twice.
 _BRACKETS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{]|[\]}]', re.DOTALL).finditer
 
@@ -303,7 +335,7 @@ class JsonCodec:
         reason = self._unfit(body)
         if not reason:
             try:
-                payload = _DECODER.decode(body.decode())
+                payload = _from_json(body.decode())
                 if b"\\u" in body:
                     # Half a surrogate pair can be escaped into JSON but never written again.
                     to_json(payload).encode()
@@ -365,15 +397,24 @@ def read_headers(headers: Mapping[str, str]) -> dict[str, Any]:
     """
     fields: dict[str, Any] = {}
     trace: dict[str, str] = {}
+    given: Mapping[str, Any] = headers  # brokers have headers that are no text
     # Over what is there and not over the table: a message has four headers or five.
-    for name, text in headers.items():
-        row = _BY_HEADER.get(name)
-        if row is None or text is None:
+    for name, text in given.items():
+        known = _READERS.get(name)
+        if known is None or text is None:
             continue
-        if row.form is not _TRACED:
-            fields[row.field] = _field(row, text)
-        elif _trace_fits(row, text):
-            trace[name] = text
+        field, read, longest, row = known
+        if read is None:
+            if _trace_fits(row, text):
+                trace[name] = text
+            continue
+        if isinstance(text, str) and len(text) <= longest:
+            try:
+                fields[field] = read(text)
+                continue
+            except (ValueError, RecursionError):
+                pass  # said below, outside the handler: the cause would quote the value
+        raise _unreadable(row, text)
     if "id" not in fields:
         raise UndecodableError("header 'ergon-id' is missing; without it a redelivery could not be recognised")
     if trace:
@@ -381,14 +422,9 @@ def read_headers(headers: Mapping[str, str]) -> dict[str, Any]:
     return fields
 
 
-def _field(row: Wire, text: Any) -> Any:
-    if isinstance(text, str) and len(text) <= row.longest:
-        try:
-            return _READ[row.form](text)
-        except (ValueError, RecursionError):
-            pass  # said below, outside the handler: the cause would quote the value
+def _unreadable(row: Wire, text: Any) -> UndecodableError:
     size = f"{len(text)} characters" if isinstance(text, str) else f"a {type(text).__name__}"
-    raise UndecodableError(
+    return UndecodableError(
         f"header {row.header!r} ({size}) is not a {row.form.value} of at most {row.longest} characters"
     )
 

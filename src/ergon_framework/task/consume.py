@@ -233,7 +233,9 @@ class Consumption:
 
     def _room(self) -> Script[int | End]:
         """Wait until it is worth fetching, and say how many may be asked for."""
-        clock, half = self._senses.clock, (self._crew.concurrency + 1) // 2
+        clock, loop, half = self._senses.clock, self._loop, (self._crew.concurrency + 1) // 2
+        # Of what may be held, where there is a reserve: asked for in good time, so that no slot waits for the answer.
+        most = min(loop.batch.size, (self._crew.concurrency + loop.prefetch + 1) // 2)
         until: float | None = None
         if len(self.mailbox):
             # What happened during the last fetch: somebody may be waiting for it, and the next fetch may be long.
@@ -241,15 +243,18 @@ class Consumption:
             if ended is not None:
                 return ended
         while True:
-            if self._loop.limit is not None and self.report.started >= self._loop.limit:
+            if loop.limit is not None and self.report.started >= loop.limit:
                 return End.LIMIT
             room, free = self._space(), self._crew.free
-            if room <= 0:
+            if room > 0 and (free >= half or (loop.prefetch and room >= min(most, self._intake.room))):
+                return room
+            if room <= 0 or (free == 0 and self._intake.ready):
+                # No slot is idle: a fetch for less than half would only be one more.
                 end = yield from self._listen()
             else:
                 # Nothing is lost by waiting a moment for more slots: fetches are dearer than moments.
-                until = clock() + self._loop.linger if until is None else until
-                if free >= half or clock() >= until:
+                until = clock() + loop.linger if until is None else until
+                if clock() >= until:
                     return room
                 end = yield from self._listen(count=half - free, until=until)
             if end is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -334,3 +335,47 @@ def test_every_field_of_a_transaction_but_the_payload_has_a_header():
 def test_the_absent_value_is_the_transactions_default():
     bare = Transaction("order-7")
     assert all(getattr(bare, row.field) == row.absent for row in WIRE if row.field not in ("id", "trace"))
+
+
+# -- the short ways -------------------------------------------------------------------------------
+
+SECONDS = ["2026-11-16T08:40:02", "1969-12-31T23:59:59", "9999-12-31T23:59:59"]
+FRACTIONS = ["", ".0", ".5", ".123456", ".1234567", ".999999999"]
+
+
+@pytest.mark.parametrize("zone", ["Z", "+00:00"])
+@pytest.mark.parametrize("fraction", FRACTIONS)
+@pytest.mark.parametrize("second", SECONDS)
+def test_a_moment_is_read_as_the_calendar_reads_it(second, fraction, zone):
+    text = second + fraction + zone
+    read = CODEC.decode(b"1", HEADERS | {"ergon-created-at": text}).created_at
+    assert read == datetime.fromisoformat(text).timestamp()
+
+
+@pytest.mark.parametrize("second", [*SECONDS, "2026-13-16T08:40:02", "2026-11-16T24:00:00"])
+@pytest.mark.parametrize(
+    "rest", ["", "z", "+01:00", ".Z", ".Z5", ".1", ".1z", ".1ZZ", ".1 Z", ".-1Z", ".1_0Z", ".\u0661Z", ".1234567890Z"]
+)
+def test_what_is_no_moment_is_refused(second, rest):
+    with pytest.raises(UndecodableError, match="is not a time"):
+        CODEC.decode(b"1", HEADERS | {"ergon-created-at": second + rest})
+
+
+@pytest.mark.parametrize(
+    "second", ["2026-13-16T08:40:02", "2026-11-16T24:00:00", "2026-11-16 08:40:02", "20261116T084002", "2026-W47-1", ""]
+)
+def test_what_is_no_second_is_refused_with_any_fraction(second):
+    for fraction in FRACTIONS:
+        with pytest.raises(UndecodableError, match="is not a time"):
+            CODEC.decode(b"1", HEADERS | {"ergon-created-at": f"{second}{fraction}Z"})
+
+
+@pytest.mark.parametrize("body", [b" 1", b"1 ", b"\n[1]\n", b'\t{"a": 1}\r\n'])
+def test_blanks_around_a_body_mean_nothing(body):
+    assert CODEC.decode(body, HEADERS).payload == json.loads(body)
+
+
+@pytest.mark.parametrize("body", [b"", b" ", b"1 2", b"[1]]", b"{}x", b"nul", b'"a', b"\xa01"])
+def test_a_body_is_one_value_and_nothing_else(body):
+    with pytest.raises(UndecodableError):
+        CODEC.decode(body, HEADERS)

@@ -222,16 +222,37 @@ def test_what_is_held_beyond_the_slots_counts_against_prefetch() -> None:
     loop = Loop(**concurrency(1, prefetch=5, batch={"size": 20}))
     assert loop.asked == 6
     loop.brings(*items("a", "b"))
-    assert loop.waits == (1, 0.002)
     assert loop.watch.slots() == (1, 0, 1)
-    assert loop.hears(at=0.002).asked == 4
+    assert loop.asked == 4
+
+
+def test_a_reserve_is_filled_up_when_half_of_what_may_be_held_is_missing() -> None:
+    loop = Loop(**concurrency(2, prefetch=6, batch={"size": 20}))
+    assert loop.asked == 8
+    loop.brings(*items(*"abcdefgh"))
+    for number in (1, 2, 3):
+        assert loop.waits == (1, NEVER), "no slot is idle, so a small fetch would only be one more"
+        loop.hears(loop.done(number), at=5.0)
+    assert (loop.waits, loop.watch.slots()) == ((1, NEVER), (2, 0, 3))
+    assert loop.hears(loop.done(4), at=5.0).asked == 4, "while both slots still have work for a while"
+
+
+def test_room_for_a_whole_batch_is_enough_where_there_is_a_reserve() -> None:
+    loop = Loop(**concurrency(2, prefetch=10, batch={"size": 3}))
+    for names in ("abc", "def", "ghi", "jkl"):
+        assert loop.asked == 3
+        loop.brings(*items(*names))
+    for number in (1, 2):
+        loop.hears(loop.done(number), at=5.0)
+        assert loop.waits == (1, NEVER)
+    assert loop.hears(loop.done(3), at=5.0).asked == 3, "though half of what may be held would be six"
 
 
 def test_a_limit_is_never_overstepped() -> None:
     loop = Loop(**concurrency(1, prefetch=5, limit=4, batch={"size": 20}))
     assert loop.asked == 4
     loop.brings(*items("a", "b"))
-    assert loop.hears(at=1.0).asked == 2, "one runs and one waits"
+    assert loop.asked == 2, "one runs and one waits"
     loop.brings(*items("c", "d", "e"))
     (given_back,) = loop.settling()
     assert (given_back.delivery.receipt, given_back.outcome.reason) == ("e", "limit")
@@ -488,9 +509,8 @@ def settle(loop: Loop) -> None:
 
 
 def test_what_waits_for_others_to_be_settled_is_not_forgotten_at_the_end() -> None:
-    loop = Loop(**concurrency(1, prefetch=5, max_deliveries=3))
-    loop.brings(*items("a", "b"))
-    loop.hears(at=1.0).brings(*items("c", deliveries=3))
+    loop = Loop(**concurrency(1, prefetch=3, max_deliveries=3))
+    loop.brings(*items("a", "b")).brings(*items("c", deliveries=3))
     loop.hears(loop.done(1))
     loop.boxes[1].put(Item(items("x")[0], Release(), None))
     loop.hears(loop.done(2))
@@ -501,8 +521,7 @@ def test_what_waits_for_others_to_be_settled_is_not_forgotten_at_the_end() -> No
 
 
 def test_an_empty_fetch_lets_what_is_held_start_before_the_loop_ends() -> None:
-    loop = Loop(**concurrency(1, prefetch=5)).brings(*items("a", "b"))
-    loop.hears(at=1.0).brings()
+    loop = Loop(**concurrency(1, prefetch=5)).brings(*items("a", "b")).brings()
     assert (loop.waits, loop.watch.slots()) == ((1, NEVER), (1, 0, 1))
     loop.hears(loop.done(1))
     assert (loop.waits, loop.watch.slots()) == ((1, NEVER), (1, 0, 0))
@@ -714,7 +733,7 @@ def test_a_stop_while_the_last_ones_run_begins_a_drain() -> None:
 
 
 def test_a_fetch_that_failed_ends_the_loop_but_not_what_runs() -> None:
-    loop = Loop(**concurrency(1, prefetch=2)).brings(*items("a", "b")).hears(at=1.0)
+    loop = Loop(**concurrency(1, prefetch=3)).brings(*items("a", "b"))
     loop.on(Err(ConfigurationError("no such queue")))
     error = loop.watch.told[-1][2]
     assert isinstance(error, FetchException)

@@ -10,7 +10,7 @@ from datetime import datetime
 from typing import Any, Final, NamedTuple
 
 from ergon_framework.connectors.base import ConnectorError
-from ergon_framework.connectors.nats.client import Heard, read_headers
+from ergon_framework.connectors.nats.frames import Heard, read_headers
 from ergon_framework.connectors.nats.line import Line, Request
 from ergon_framework.errors import ConnectionLost
 
@@ -107,6 +107,18 @@ def read_reply(reply: str) -> tuple[int, int, int]:
     parts = reply.split(".")
     first = 4 if len(parts) == 9 else 6  # noqa: PLR2004 - newer servers name the domain and the account before
     return int(parts[first]), int(parts[first + 1]), int(parts[first + 3])
+
+
+def read_delivered(reply: str) -> int:
+    """How often a message was delivered, for whom that is all there is to know.
+
+    >>> read_delivered("$JS.ACK.WORK.ergon.2.7.9.1700000000000000000.0")
+    2
+    >>> read_delivered("$JS.ACK.hub.ABC.WORK.ergon.2.7.9.1700000000000000000.0.xyz")
+    2
+    """
+    parts = reply.split(".")
+    return int(parts[4 if len(parts) == 9 else 6])  # noqa: PLR2004 - as above
 
 
 def stored(told: Mapping[str, Any]) -> Stored:

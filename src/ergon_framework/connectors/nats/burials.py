@@ -23,7 +23,7 @@ from ergon_framework.connectors.deadletters import (
 )
 from ergon_framework.connectors.nats import api
 from ergon_framework.connectors.nats.claim import Claim
-from ergon_framework.connectors.nats.client import Heard
+from ergon_framework.connectors.nats.frames import Heard
 from ergon_framework.connectors.nats.line import Line, Request
 from ergon_framework.connectors.nats.naming import Names
 from ergon_framework.errors import ConnectionLost

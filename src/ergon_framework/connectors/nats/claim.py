@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ergon_framework.connectors.nats import api
+from ergon_framework.connectors.nats.frames import Heard
+
 if TYPE_CHECKING:
     from ergon_framework.connectors.nats.note import Note
 
@@ -15,47 +18,38 @@ class Claim:
     keeps one from settling what another has by now.
     """
 
-    __slots__ = (
-        "ack",
-        "body",
-        "delivered",
-        "deliveries",
-        "headers",
-        "note",
-        "note_seq",
-        "owner",
-        "readable",
-        "seq",
-        "stored_at",
-        "until",
-    )
+    __slots__ = ("ack", "delivered", "deliveries", "message", "note", "note_seq", "owner", "readable", "until")
 
-    def __init__(
-        self,
-        owner: object,
-        ack: str,
-        body: bytes,
-        headers: dict[str, str],
-        *,
-        place: tuple[int, int, int],
-        until: float,
-    ) -> None:
+    def __init__(self, owner: object, message: Heard, until: float) -> None:
         #: Whose it is; None once it was settled or lost.
         self.owner: object | None = owner
+        #: As it came: what is rarely needed of it is read when it is.
+        self.message = message
         #: Where acks go.
-        self.ack = ack
-        self.body = body
-        self.headers = headers
-        #: How often the server says that it was delivered, its number, and when it was stored.
-        self.delivered, self.seq, self.stored_at = place
+        self.ack = message.reply
+        #: How often the server says that it was delivered.
+        self.delivered = self.deliveries = api.read_delivered(message.reply)
         #: When the lease ends, in seconds of the monotonic clock.
         self.until = until
-        self.deliveries = self.delivered
         self.note: Note | None = None
         self.note_seq = 0
         self.readable = True
 
     @property
+    def body(self) -> bytes:
+        return self.message.data
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return self.message.headers
+
+    @property
+    def seq(self) -> int:
+        """Its number in the stream."""
+        return api.read_reply(self.ack)[1]
+
+    @property
     def key(self) -> str:
         """Names the message for ever: numbers begin anew in a stream that was made anew."""
-        return f"{self.seq}-{self.stored_at}"
+        _, seq, stored_at = api.read_reply(self.ack)
+        return f"{seq}-{stored_at}"

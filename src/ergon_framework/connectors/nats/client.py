@@ -7,60 +7,17 @@ A few seams of the client are used for it, and a test watches that they are stil
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable
-from typing import NamedTuple, TypeAlias
+from collections.abc import Iterable
+from typing import Final
 
 from nats.aio.client import Client
 from nats.aio.subscription import Subscription
+from nats.aio.transport import TcpTransport
 
-_log = logging.getLogger(__name__)
+from ergon_framework.connectors.nats.frames import Ear, Frames, Heard, tell
 
-
-class Heard(NamedTuple):
-    """A message as it came; *head* is its block of headers, not yet read."""
-
-    subject: str
-    reply: str
-    data: bytes
-    head: bytes | None = None
-
-    @property
-    def status(self) -> tuple[str, str]:
-        r"""What the server says in place of a message, and in words.
-
-        >>> Heard("", "", b"", b"NATS/1.0 404 No Messages\r\n\r\n").status
-        ('404', 'No Messages')
-        """
-        if not self.head:
-            return "", ""
-        first = self.head.partition(b"\r\n")[0].decode(errors="replace")
-        _, _, rest = first.partition(" ")
-        status, _, words = rest.partition(" ")
-        return status, words
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """Its headers."""
-        return read_headers(self.head) if self.head else {}
-
-
-#: Called for each message, at once; it must neither wait nor raise.
-Ear: TypeAlias = Callable[[Heard], None]
-
-
-def read_headers(head: bytes) -> dict[str, str]:
-    r"""The headers in a block as the wire has it.
-
-    >>> read_headers(b"NATS/1.0\r\nergon-id: 7\r\nx: a: b\r\n\r\n")
-    {'ergon-id': '7', 'x': 'a: b'}
-    """
-    found = {}
-    for row in head.decode("utf-8", "replace").split("\r\n"):
-        name, colon, value = row.partition(":")
-        if colon:
-            found[name] = value.strip()
-    return found
+#: Bytes that a socket takes at once, unless the other side has stopped reading.
+_MUCH: Final = 65_536
 
 
 class DirectClient(Client):
@@ -68,35 +25,48 @@ class DirectClient(Client):
 
     def __init__(self) -> None:
         super().__init__()
-        self._ears: dict[int, Ear] = {}
+        #: By the number of their subscription, as it is written on the wire.
+        self._ears: dict[bytes, Ear] = {}
+        self._ps = Frames(self, self._ears)
 
     async def hear(self, subject: str, ear: Ear) -> Subscription:
         """Have *ear* called with everything that comes to *subject*."""
         subscription = await self.subscribe(subject, pending_msgs_limit=0, pending_bytes_limit=0)
-        self._ears[subscription._id] = ear  # noqa: SLF001 - one of the seams
+        self._ears[b"%d" % subscription._id] = ear  # noqa: SLF001 - one of the seams
         return subscription
 
     async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
-        ear = self._ears.get(sid)
+        ear = self._ears.get(b"%d" % sid)
         if ear is None:
             await super()._process_msg(sid, subject, reply, data, headers)
-            return
-        try:
-            ear(Heard(subject.decode(), reply.decode(), data, headers))
-        except Exception as error:  # noqa: BLE001 - raised here it would end the client's reading for good
-            _log.error("a message from nats could not be taken in", extra={"error": type(error).__name__})
+        else:
+            tell(ear, Heard(subject.decode(), reply.decode(), data, headers))
 
     def _remove_sub(self, sid: int, max_msgs: int = 0) -> None:
         super()._remove_sub(sid, max_msgs)
-        self._ears.pop(sid, None)
+        self._ears.pop(b"%d" % sid, None)
 
     async def publish_all(self, messages: Iterable[tuple[str, str, bytes]]) -> None:
-        """Publish many without headers: subject, where the answer is to go, payload."""
-        written = [
-            f"PUB {subject} {reply} {len(payload)}\r\n".encode() + payload + b"\r\n"
-            for subject, reply, payload in messages
-        ]
-        if not self.is_connected:
+        """Publish many without headers: subject, where the answer is to go, payload.
+
+        Written at once and not by the client's task, which comes round only after those who are ready now: what the
+        server can do meanwhile it would begin when they are done. That task is woken for what the socket may not take
+        at once, and for transports that write only when they are drained.
+        """
+        written = b"".join(
+            [
+                f"PUB {subject} {reply} {len(payload)}\r\n".encode() + payload + b"\r\n"
+                for subject, reply, payload in messages
+            ]
+        )
+        transport = self._transport
+        if not self.is_connected or transport is None:
             raise ConnectionError("the client is not connected")
-        await self._send_command(b"".join(written))
-        await self._flush_pending()
+        if self._pending:
+            # A subscription may be among them whose answers are asked for now.
+            transport.writelines(self._pending)
+            self._pending = []
+        transport.write(written)
+        if len(written) > _MUCH or type(transport) is not TcpTransport:
+            self._pending_data_size += len(written)
+            await self._flush_pending()

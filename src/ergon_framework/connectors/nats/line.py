@@ -18,7 +18,8 @@ from nats import errors
 from nats.aio.subscription import Subscription
 
 from ergon_framework.connectors.base import ConnectorError
-from ergon_framework.connectors.nats.client import DirectClient, Ear, Heard
+from ergon_framework.connectors.nats.client import DirectClient
+from ergon_framework.connectors.nats.frames import Ear, Heard
 from ergon_framework.errors import ConnectionLost, ErgonError
 from ergon_framework.telemetry.redaction import masked
 
@@ -54,18 +55,41 @@ class Request(NamedTuple):
 class Round:
     """Requests that are out together."""
 
-    __slots__ = ("answers", "done", "missing")
+    __slots__ = ("_waiter", "answers", "error", "missing", "over")
+
+    def __init__(self, count: int) -> None:
+        self.answers: list[Heard | None] = [None] * count
+        self.missing = count
+        self.over = False
+        self.error: ConnectionLost | None = None
+        self._waiter: asyncio.Future[None] | None = None
 
     def end(self) -> None:
         """Nothing more is waited for."""
         self.missing = 0
-        if not self.done.done():
-            self.done.set_result(None)
+        self.over = True
+        self._wake()
 
-    def __init__(self, count: int, done: asyncio.Future[None]) -> None:
-        self.answers: list[Heard | None] = [None] * count
-        self.missing = count
-        self.done = done
+    def fail(self, error: ConnectionLost) -> None:
+        """Nothing more will come, because of *error*."""
+        if not self.over:
+            self.over, self.error = True, error
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def wait(self, seconds: float) -> None:
+        """Until it is over, or *seconds* are; who waits in pieces waits again. One at a time."""
+        loop = asyncio.get_running_loop()
+        self._waiter = loop.create_future()
+        timer = loop.call_later(seconds, self._wake)
+        try:
+            await self._waiter
+        finally:
+            timer.cancel()
+            self._waiter = None
 
 
 class Line:
@@ -146,9 +170,14 @@ class Line:
 
     async def ask_all(self, requests: Sequence[Request], *, timeout: float | None = None) -> list[Heard | None]:
         """One answer each, in order; None for what was not answered in time, or by nobody."""
-        waiting = self.round(len(requests))
-        for index, (subject, payload, headers) in enumerate(requests):
-            await self.send(subject, payload, reply=self.reply(waiting, index), headers=headers)
+        waiting, most = self.round(len(requests)), self.max_payload
+        if all(headers is None and len(payload) <= most for _, payload, headers in requests):
+            await self.send_all(
+                [(subject, self.reply(waiting, index), payload) for index, (subject, payload, _) in enumerate(requests)]
+            )
+        else:
+            for index, (subject, payload, headers) in enumerate(requests):
+                await self.send(subject, payload, reply=self.reply(waiting, index), headers=headers)
         await self.answered(waiting, timeout=timeout)
         return [answer if answer is not None and not unheard(answer) else None for answer in waiting.answers]
 
@@ -156,7 +185,7 @@ class Line:
         """Room for *count* answers."""
         if self.lost:
             raise ConnectionLost("the line to NATS is down")
-        return Round(count, asyncio.get_running_loop().create_future())
+        return Round(count)
 
     def reply(self, waiting: Round, index: int = 0) -> str:
         """Where the answer to number *index* is to go."""
@@ -173,15 +202,15 @@ class Line:
             raise ConnectionLost("the line to NATS was lost before it answered")
         self._waited.add(waiting)
         try:
-            # Not under a timeout of its own, which would end the future: who waits in pieces waits for it again.
-            await asyncio.wait((waiting.done,), timeout=self.timeout if timeout is None else timeout)
+            await waiting.wait(self.timeout if timeout is None else timeout)
         finally:
             self._waited.discard(waiting)
             if waiting.missing:
                 for token in [token for token, (known, _) in self._rounds.items() if known is waiting]:
                     del self._rounds[token]
-        if waiting.done.done():
-            waiting.done.result()
+        if waiting.error is not None:
+            raise waiting.error
+        if waiting.over:
             return True
         await self.doubted()
         return False
@@ -239,8 +268,7 @@ class Line:
         self.lost = True
         self._rounds.clear()
         for waiting in self._waited:
-            if not waiting.done.done():
-                waiting.done.set_exception(ConnectionLost("the line to NATS was lost before it answered"))
+            waiting.fail(ConnectionLost("the line to NATS was lost before it answered"))
         mourners, self._mourners = self._mourners, []
         for told in mourners:
             told()

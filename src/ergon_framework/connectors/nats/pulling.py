@@ -16,7 +16,7 @@ from nats.aio.subscription import Subscription
 from ergon_framework.connectors.base import ConnectorError
 from ergon_framework.connectors.nats import api
 from ergon_framework.connectors.nats.claim import Claim
-from ergon_framework.connectors.nats.client import Heard
+from ergon_framework.connectors.nats.frames import Heard
 from ergon_framework.connectors.nats.line import Line, Round
 from ergon_framework.connectors.nats.naming import CONSUMER
 from ergon_framework.connectors.nats.ticker import Ticker
@@ -111,7 +111,7 @@ class Pulls:
         self._asks[token] = ask
         self._ticker.start()
         try:
-            await self._line.send(self._subject, json.dumps(wanted).encode(), reply=f"{self._inbox}{token}")
+            await self._line.send_all([(self._subject, f"{self._inbox}{token}", json.dumps(wanted).encode())])
             await self._answered(ask, wait)
         finally:
             del self._asks[token]
@@ -196,15 +196,8 @@ class Pulls:
             await self.stand()
 
     def _claim(self, message: Heard, asked_at: float) -> Claim:
-        sent_after = max(asked_at, self._ticker.before)
-        return Claim(
-            self._owner,
-            message.reply,
-            message.data,
-            message.headers,
-            place=api.read_reply(message.reply),
-            until=sent_after + self._lease,
-        )
+        before = self._ticker.before
+        return Claim(self._owner, message, (max(asked_at, before)) + self._lease)
 
 
 def _nobody() -> bool:

@@ -353,7 +353,12 @@ class NatsQueue(AsyncConnector):
         return [self._delivery(claim) for claim in taken if claim.owner is self]
 
     def _delivery(self, claim: Claim) -> Delivery:
-        transaction, error = decode(self._codec, claim.body, claim.headers, source=self._name)
+        message, error = claim.message, None
+        headers = message.headers
+        try:
+            transaction = self._codec.decode(message.data, headers, source=self._name)
+        except Exception:  # noqa: BLE001 - whatever it is, the next line tells it
+            transaction, error = decode(self._codec, message.data, headers, source=self._name)
         claim.readable = error is None
         if claim.note is not None and error is None:
             transaction = claim.note.applied(transaction)

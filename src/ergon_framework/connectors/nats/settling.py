@@ -76,6 +76,13 @@ class Settler:
 
     async def settle(self, settlings: Sequence[Settling], line: Line | None = None) -> list[SettleResult]:
         """One result each."""
+        acked = self._all_acked(settlings)
+        if acked:
+            line = line or await self._line()
+            # Connecting may have taken a while, and then what has run out is sorted out below.
+            if min([claim.until for claim in acked]) > time.monotonic():
+                await self._say(line, [(claim, _ACK) for claim in acked])
+                return self._over(acked)
         results = [_FAILED] * len(settlings)
         plans = self._planned(settlings, results)
         if not plans:
@@ -93,10 +100,23 @@ class Settler:
             else:
                 said.append(plan)
         if said:
-            await self._say(line, said)
-            self._settled(said, results)
+            await self._say(line, [(plan.claim, plan.word) for plan in said])
+            for plan, result in zip(said, self._over([plan.claim for plan in said]), strict=True):
+                results[plan.index] = result
         await self._tidy(line, plans, results)
         return results
+
+    def _all_acked(self, settlings: Sequence[Settling]) -> list[Claim] | None:
+        """The claims, where each is in hand and there once, and nothing but an ack is asked for, as nearly always."""
+        now, owner, claims = time.monotonic(), self._owner, list[Claim]()
+        for delivery, how in settlings:
+            claim = delivery.receipt
+            if type(how) is not Ack or type(claim) is not Claim:
+                return None
+            if claim.owner is not owner or claim.until <= now or claim.note_seq:
+                return None
+            claims.append(claim)
+        return claims if len(set(claims)) == len(claims) else None
 
     def _planned(self, settlings: Sequence[Settling], results: list[SettleResult]) -> list[_Plan]:
         plans: list[_Plan] = []
@@ -187,27 +207,27 @@ class Settler:
         plan.before = fitted
         return True
 
-    async def _say(self, line: Line, plans: Sequence[_Plan]) -> None:
+    async def _say(self, line: Line, said: Sequence[tuple[Claim, bytes]]) -> None:
         """Say it, and wait until the server has heard it."""
-        acked = [plan for plan in plans if plan.word is _ACK]
+        acked = [claim for claim, word in said if word is _ACK]
         if acked and (line.forgets if self._erase is None else self._erase):
-            await self._erased(line, [plan.claim for plan in acked])
+            await self._erased(line, acked)
         elif acked:
             last = acked[-1]
-            await self._said(line, [plan for plan in plans if plan is not last])
+            await self._said(line, [each for each in said if each[0] is not last])
             # A server that stops closes its stores first, and for some milliseconds answers acks that it no longer
             # keeps. A deletion tells: one that is made after the others were answered says that they were kept.
-            await self._erased(line, [last.claim], no_erase=True)
-            plans = [last]
-        await self._said(line, plans)
+            await self._erased(line, [last], no_erase=True)
+            said = [(last, _ACK)]
+        await self._said(line, said)
 
-    async def _said(self, line: Line, plans: Sequence[_Plan]) -> None:
-        if not plans:
+    async def _said(self, line: Line, said: Sequence[tuple[Claim, bytes]]) -> None:
+        if not said:
             return
         waiting = line.round(1)
-        said = [(plan.claim.ack, "", plan.word) for plan in plans]
-        said[-1] = plans[-1].claim.ack, line.reply(waiting), plans[-1].word
-        await line.send_all(said)
+        words = [(claim.ack, "", word) for claim, word in said]
+        words[-1] = words[-1][0], line.reply(waiting), words[-1][2]
+        await line.send_all(words)
         if not await line.answered(waiting):
             raise ConnectionLost("JetStream did not answer a settlement")
 
@@ -222,12 +242,14 @@ class Settler:
                 if not error.gone:
                     raise ConnectionLost(f"JetStream could not delete what was settled: {error}") from error
 
-    def _settled(self, plans: Sequence[_Plan], results: list[SettleResult]) -> None:
+    def _over(self, claims: Sequence[Claim]) -> list[SettleResult]:
+        """What became of claims of which the server has heard now."""
         # Heard before the lease was over: nobody else can have had it in between.
         now = time.monotonic()
-        for plan in plans:
-            results[plan.index] = _SETTLED if plan.claim.until > now else _LOST
-            self._let_go(plan.claim)
+        for claim in claims:
+            claim.owner = None
+        self._held.difference_update(claims)
+        return [_SETTLED if claim.until > now else _LOST for claim in claims]
 
     def _let_go(self, claim: Claim) -> None:
         claim.owner = None
@@ -266,7 +288,7 @@ class Settler:
             line = await self._line()
             # Taken again: connecting may have taken a while.
             now = time.monotonic()
-            await self._say(line, [_Plan(0, claim, _RENEW) for claim in claims])
+            await self._said(line, [(claim, _RENEW) for claim in claims])
             heard = time.monotonic()
             for claim, ended in claims.items():
                 if ended > heard and claim.owner is not None:

@@ -7,12 +7,14 @@ from typing import Final
 
 from ergon_framework.connectors.base import UndecodableError
 from ergon_framework.connectors.codec import WIRE, Codec, UnencodableError, decode, to_json
+from ergon_framework.connectors.redis.scripts import PACKED
 from ergon_framework.transaction import Transaction
 
 #: How often an entry was handed out at a cost before it was put back as a new one.
 DELIVERIES: Final = "ergon-deliveries"
 #: What a transaction brings home when it is put off, and loses when it is replayed.
 CHANGING: Final = ("ergon-attempts", "ergon-history", DELIVERIES)
+_PACKED: Final = PACKED.encode()
 #: Names of headers that are read for nearly every message, and need not be decoded each time.
 _NAMES: Final = {row.header.encode(): row.header for row in WIRE} | {DELIVERIES.encode(): DELIVERIES}
 
@@ -44,7 +46,7 @@ class Messages:
         """Body and headers of an entry."""
         body: bytes | None = None
         headers: dict[str, str] = {}
-        pairs = iter(fields)
+        pairs = iter(spread(fields) if fields and fields[0] == _PACKED else fields)
         for name, value in zip(pairs, pairs, strict=True):
             if name == self._field:
                 body = value
@@ -64,3 +66,23 @@ def counted(headers: Mapping[str, str]) -> int:
     """How many deliveries an entry had cost before it was put back; a producer's nonsense is none."""
     text = headers.get(DELIVERIES)
     return int(text) if text is not None and text.isascii() and text.isdigit() and len(text) < 10 else 0  # noqa: PLR2004
+
+
+def spread(fields: Sequence[bytes]) -> Sequence[bytes]:
+    """The fields of an entry whose first one holds them, as the scripts pack them; what only looks so stays as it is.
+
+    >>> spread([b"ergon-packed", b"1:a2:bc", b"more", b"x"])
+    [b'a', b'bc', b'more', b'x']
+    >>> spread([b"ergon-packed", b"1:a2:b"])
+    [b'ergon-packed', b'1:a2:b']
+    """
+    whole, texts, at = fields[1], list[bytes](), 0
+    while at < len(whole):
+        colon = whole.find(b":", at, at + 10)
+        length = whole[at:colon]
+        end = colon + 1 + int(length) if colon > 0 and length.isdigit() else len(whole) + 1
+        if end > len(whole):
+            return fields
+        texts.append(whole[colon + 1 : end])
+        at = end
+    return [*texts, *fields[2:]] if texts and len(texts) % 2 == 0 else fields

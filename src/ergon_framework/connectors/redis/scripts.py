@@ -19,20 +19,46 @@ from ergon_framework.connectors.redis.operation import Script
 RETURNED: Final = "ergon:returned"
 #: How much of what is due is moved in one step.
 RIPE: Final = 200
-#: The most fields and values that one command can be given in Lua.
+#: The most fields and values of a message that one command can be given in Lua, with some that are about it.
 MOST_FIELDS: Final = 7_000
+#: The field that holds all others of a message that has more of them, each text with its length before it.
+PACKED: Final = "ergon-packed"
 
 _TOOLS: Final = f"""
-local RETURNED, MOST = '{RETURNED}', {MOST_FIELDS}
+local RETURNED, MOST, PACKED = '{RETURNED}', {MOST_FIELDS}, '{PACKED}'
 
 local function milliseconds()
     local time = redis.call('TIME')
     return time[1] * 1000 + math.floor(time[2] / 1000)
 end
 
+-- The fields of an entry, also where they are packed; what only looks like it is left as it is.
+local function spread(fields)
+    if fields[1] ~= PACKED then return fields end
+    local texts, whole, at = {{}}, fields[2], 1
+    while at <= #whole do
+        local length, from = string.match(whole, '^(%d+):()', at)
+        if not length or #length > 9 or from + length - 1 > #whole then return fields end
+        texts[#texts + 1] = string.sub(whole, from, from + length - 1)
+        at = from + length
+    end
+    if #texts == 0 or #texts % 2 == 1 then return fields end
+    for rest = 3, #fields do texts[#texts + 1] = fields[rest] end
+    return texts
+end
+
+-- The fields of a message as one command takes them.
+local function packed(fields)
+    if #fields <= MOST then return fields end
+    local texts = {{}}
+    for at, text in ipairs(fields) do texts[at] = #text .. ':' .. text end
+    return {{PACKED, table.concat(texts)}}
+end
+
 -- The fields of an entry without those that *drop* names or begin as it says.
 local function without(fields, drop)
     local kept = {{}}
+    fields = spread(fields)
     for at = 1, #fields, 2 do
         local name = fields[at]
         if not drop[name] and string.sub(name, 1, 11) ~= 'ergon-dead-' then
@@ -45,7 +71,7 @@ end
 
 -- Adds an entry; nil where the server refuses it.
 local function added(stream, fields)
-    if #fields > MOST or #fields == 0 then return nil end
+    if #fields > MOST + 100 or #fields == 0 then return nil end
     local id = redis.pcall('XADD', stream, '*', unpack(fields))
     if type(id) == 'table' then return nil end
     return id
@@ -188,6 +214,7 @@ local settle = {
         for _, name in ipairs(cjson.decode(replaced)) do drop[name] = true end
         kept = without(kept, drop)
         for _, text in ipairs(cjson.decode(fields)) do kept[#kept + 1] = text end
+        kept = packed(kept)
         delay = tonumber(delay)
         if delay <= 0 then
             return added(stream, kept) and gone(id) or 'f'
@@ -208,7 +235,7 @@ local settle = {
             gone(id)
             return 'l'
         end
-        kept = without(kept, {})
+        kept = packed(without(kept, {}))
         for _, text in ipairs(cjson.decode(said)) do kept[#kept + 1] = text end
         return added(dead, kept) and gone(id) or 'f'
     end,
@@ -263,7 +290,7 @@ for at = 2 + names, #ARGV do
     local entry = redis.call('XRANGE', dead, ARGV[at], ARGV[at])[1]
     if not entry then
         answers[#answers + 1] = 'g'
-    elseif added(stream, without(entry[2], drop)) then
+    elseif added(stream, packed(without(entry[2], drop))) then
         redis.call('XDEL', dead, ARGV[at])
         answers[#answers + 1] = 's'
     else
