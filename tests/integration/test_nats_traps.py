@@ -31,7 +31,45 @@ async def pending(server, queue):
     return told["num_ack_pending"]
 
 
+async def forget(server, queue):
+    """What a server that is killed does: it no longer knows what it has just delivered."""
+    work = names(queue.name).work
+    async with bare(server) as (_, api):
+        told = await api(f"CONSUMER.INFO.{work}.{CONSUMER}")
+        await api(f"CONSUMER.DELETE.{work}.{CONSUMER}")
+        await api(f"CONSUMER.DURABLE.CREATE.{work}.{CONSUMER}", stream_name=work, config=told["config"])
+
+
 # -- claims --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.spec("CNN-07")
+@pytest.mark.parametrize("count", [1, 3])
+def test_what_the_server_has_forgotten_to_have_delivered_is_settled_all_the_same(nats_server, count):
+    async def run():
+        async with opened(nats_server, lease=30.0, timeout=0.5) as queue:
+            await queue.dispatch_async(orders(count))
+            held = await claimed(queue, count)
+            await forget(nats_server, queue)
+            assert await queue.settle_async([(each, Ack()) for each in held]) == [SETTLED] * count
+            assert (await queue.depth_async()).ready == 0
+            assert await queue.fetch_transactions_async(count, wait=0.1) == []
+
+    asyncio.run(run())
+
+
+@pytest.mark.spec("CNN-07")
+def test_what_was_deleted_by_a_settlement_that_nobody_heard_of_is_settled_when_asked_again(nats_server):
+    async def run():
+        async with opened(nats_server, lease=30.0, timeout=0.5) as queue:
+            await queue.dispatch_async(orders(2))
+            held = await claimed(queue, 2)
+            async with bare(nats_server) as (_, api):
+                for each in held:
+                    await api(f"STREAM.MSG.DELETE.{names(queue.name).work}", seq=each.receipt.seq)
+            assert await queue.settle_async([(each, Ack()) for each in held]) == [SETTLED] * 2
+
+    asyncio.run(run())
 
 
 @pytest.mark.spec("CNN-12")

@@ -22,8 +22,9 @@ NO_STREAM: Final = 10059
 NAME_TAKEN: Final = 10058
 CONSUMER_EXISTS: Final = 10148
 WRONG_LAST_SEQUENCE: Final = 10071
-#: A deletion failed: because the stream ends before that number, or because its store is closed already.
+#: A deletion failed: because there is no such message, or because its store is closed already; the words say which.
 NOT_DELETED: Final = 10057
+_NOTHING_THERE: Final = ("EOF", "no message found", "deleted message")
 #: The server is there and cannot do it now: it starts, or a leader is being chosen.
 _NOT_NOW: Final = frozenset({503})
 _SECOND: Final = 1_000_000_000
@@ -44,7 +45,9 @@ class ApiError(ConnectorError):
     @property
     def gone(self) -> bool:
         """Whether it means that there is no such message, in a store that is open."""
-        return self.number in {NO_MESSAGE, NO_SUCH_SEQUENCE} or (self.number == NOT_DELETED and "EOF" in self._words)
+        if self.number == NOT_DELETED:
+            return any(words in self._words for words in _NOTHING_THERE)
+        return self.number in {NO_MESSAGE, NO_SUCH_SEQUENCE}
 
 
 class Stored(NamedTuple):

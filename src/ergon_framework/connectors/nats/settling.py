@@ -214,22 +214,25 @@ class Settler:
             await self._erased(line, acked)
         elif acked:
             last = acked[-1]
-            await self._said(line, [each for each in said if each[0] is not last])
+            heard = await self._said(line, [each for each in said if each[0] is not last])
             # A server that stops closes its stores first, and for some milliseconds answers acks that it no longer
             # keeps. A deletion tells: one that is made after the others were answered says that they were kept.
-            await self._erased(line, [last], no_erase=True)
+            # One that was killed has forgotten what it had just delivered, and does not answer acks of that: deleted,
+            # they are settled all the same, and would come again otherwise.
+            await self._erased(line, [last] if heard else acked, no_erase=True)
             said = [(last, _ACK)]
-        await self._said(line, said)
+        if not await self._said(line, said) and not acked:
+            raise ConnectionLost("JetStream did not answer a settlement")
 
-    async def _said(self, line: Line, said: Sequence[tuple[Claim, bytes]]) -> None:
+    async def _said(self, line: Line, said: Sequence[tuple[Claim, bytes]]) -> bool:
+        """Whether the server, which is there, has answered the last of them."""
         if not said:
-            return
+            return True
         waiting = line.round(1)
         words = [(claim.ack, "", word) for claim, word in said]
         words[-1] = words[-1][0], line.reply(waiting), words[-1][2]
         await line.send_all(words)
-        if not await line.answered(waiting):
-            raise ConnectionLost("JetStream did not answer a settlement")
+        return await line.answered(waiting)
 
     async def _erased(self, line: Line, claims: Sequence[Claim], *, no_erase: bool = False) -> None:
         """Delete the messages. Before they are acked: what is acked is only marked, and can no longer be erased."""
