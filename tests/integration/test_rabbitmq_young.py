@@ -1,0 +1,49 @@
+"""Queues that are new when their server is killed: what was confirmed there is there when it is back."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from ergon_framework import ConnectionLost, Transaction
+from ergon_framework.connectors.base import DeadLetter, Later, SettleResult
+from ergon_framework.connectors.deadletters import DeadLetterQuery
+from ergon_framework.connectors.rabbitmq import RabbitMQQueue
+
+SOON = 30.0
+
+
+def claimed(queue, count):
+    """So many deliveries; a server that is down, or has just come up, is asked again."""
+    found, end = [], time.monotonic() + SOON
+    while len(found) < count:
+        assert time.monotonic() < end, f"{len(found)} of {count} came"
+        try:
+            found += queue.fetch_transactions(count - len(found), wait=0.2)
+        except ConnectionLost:
+            time.sleep(0.05)
+    return found
+
+
+@pytest.mark.spec("CNN-02", "CNN-09")
+def test_what_was_confirmed_by_a_queue_that_was_just_made_outlives_a_kill(new_rabbitmq):
+    """The first dispatch, the first delay and the first dead letter of a queue, and then the server at once.
+
+    One queue for each: a server that makes another one writes the names of those that it made before.
+    """
+    server = new_rabbitmq()
+    queue = RabbitMQQueue("orders", url=server.url, timeout=5.0)
+    queue.dispatch([Transaction(f"order-{number}", {}) for number in range(2)])
+    late, dead = claimed(queue, 2)
+    assert queue.settle([(dead, DeadLetter("why"))]) == [SettleResult.SETTLED]
+    assert queue.settle([(late, Later(0.3))]) == [SettleResult.SETTLED]
+    server.restart(crash=True)
+    assert [delivery.transaction.id for delivery in claimed(queue, 1)] == [late.transaction.id]
+    assert [record.id for record in queue.list_dead(DeadLetterQuery())] == [dead.transaction.id]
+    other = RabbitMQQueue("parcels", url=server.url, timeout=5.0)
+    other.dispatch([Transaction("parcel", {})])
+    server.restart(crash=True)
+    assert [delivery.transaction.id for delivery in claimed(other, 1)] == ["parcel"]
+    queue.close()
+    other.close()
