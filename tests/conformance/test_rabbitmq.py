@@ -13,8 +13,9 @@ from ergon_framework.connectors.rabbitmq import RabbitMQQueue
 from ergon_framework.testing.conformance.connector import Candidate, exam
 from tests.servers.rabbitmq import PrivateRabbitMQ
 
-#: The exam's loops outlive any outage, with so many attempts that the server's half hour would not do for all of them.
-LONG = 1_000_000.0
+#: The exam's loops outlive any outage, with so many attempts that the server's half hour would not do for all of them;
+#: and what is fetched ahead waits for others.
+LONG = 100_000_000.0
 
 
 class RabbitMQCandidate(Candidate):

@@ -63,7 +63,7 @@ class Settler:
         ending += published
         if not ending:
             return results
-        await self._consumer.barrier()
+        await self._consumer.written()
         if not acked or self._consumer.number != number:
             raise ConnectionLost("the connection to RabbitMQ was lost while settling")
         for index, _ in ending:

@@ -1,4 +1,4 @@
-"""Queues that are new when their server is killed: what was confirmed there is there when it is back."""
+"""A server that is killed right after it has answered: what was confirmed is there, and what was settled is not."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import time
 import pytest
 
 from ergon_framework import ConnectionLost, Transaction
-from ergon_framework.connectors.base import DeadLetter, Later, SettleResult
+from ergon_framework.connectors.base import Ack, DeadLetter, Later, SettleResult
 from ergon_framework.connectors.deadletters import DeadLetterQuery
 from ergon_framework.connectors.rabbitmq import RabbitMQQueue
 
 SOON = 30.0
+MANY = 200
 
 
 def claimed(queue, count):
@@ -28,10 +29,7 @@ def claimed(queue, count):
 
 @pytest.mark.spec("CNN-02", "CNN-09")
 def test_what_was_confirmed_by_a_queue_that_was_just_made_outlives_a_kill(new_rabbitmq):
-    """The first dispatch, the first delay and the first dead letter of a queue, and then the server at once.
-
-    One queue for each: a server that makes another one writes the names of those that it made before.
-    """
+    """The first dead letter and delay of a queue, and then the first dispatch to another."""
     server = new_rabbitmq()
     queue = RabbitMQQueue("orders", url=server.url, timeout=5.0)
     queue.dispatch([Transaction(f"order-{number}", {}) for number in range(2)])
@@ -47,3 +45,20 @@ def test_what_was_confirmed_by_a_queue_that_was_just_made_outlives_a_kill(new_ra
     assert [delivery.transaction.id for delivery in claimed(other, 1)] == ["parcel"]
     queue.close()
     other.close()
+
+
+@pytest.mark.spec("CNN-02")
+def test_what_was_answered_as_settled_does_not_come_again_after_a_kill(new_rabbitmq):
+    """Every other one of many, so that the server is sent an ack for each, and holds some back for a while."""
+    server = new_rabbitmq()
+    queue = RabbitMQQueue("orders", url=server.url, timeout=5.0)
+    queue.dispatch([Transaction(f"order-{number}", {}) for number in range(MANY)])
+    held = sorted(claimed(queue, MANY), key=lambda delivery: delivery.receipt.tag)
+    assert queue.settle([(delivery, Ack()) for delivery in held[1::2]]) == [SettleResult.SETTLED] * (MANY // 2)
+    server.restart(crash=True)
+    left = {delivery.transaction.id for delivery in held[::2]}
+    found = claimed(queue, MANY // 2)
+    assert {delivery.transaction.id for delivery in found} == left
+    queue.settle([(delivery, Ack()) for delivery in found])
+    assert not queue.fetch_transactions(1, wait=0.5)
+    queue.close()
