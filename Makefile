@@ -20,7 +20,7 @@ PROVEN := src/ergon_framework/engine/*,src/ergon_framework/task/*
 TOTAL := 90
 
 .PHONY: help venv check lint types test retest spec docs format bench soak mutants memory deep check-all-pythons wheel constraints snapshot
-.PHONY: exam signals bench-postgres chaos-postgres power-postgres poison-postgres
+.PHONY: exam exam-rabbitmq signals bench-postgres chaos-postgres power-postgres poison-postgres
 .PHONY: chaos-brokers power-brokers bench-brokers broker-peers
 .PHONY: bench-providers fleet-providers chaos-celery chaos-executors chaos-cron fuzz-executors bench-executors peers
 .PHONY: bench-facts bench-facts-store bench-facts-service bench-artifacts catchup-facts
@@ -51,19 +51,20 @@ types: $(STAMP) ## mypy, strict, on src
 # Targets of their own: in the exam servers are stopped, killed and cut for minutes, and each document that is
 # followed word by word has a wheel, an environment and often servers of its own.
 EXAMS := $(addprefix tests/conformance/test_,broken.py memory.py facts.py executors.py s3.py)
-EXAMS += $(addprefix tests/conformance/test_,postgres.py rabbitmq.py nats.py redis.py)
+EXAMS += $(addprefix tests/conformance/test_,postgres.py nats.py redis.py)
 EXAMS += $(addprefix tests/conformance/test_boundary_,postgres.py service.py)
 EXAMS += $(addprefix tests/integration/test_jobs_,faults.py chaos.py cron.py)
 EXAMS += $(addprefix tests/integration/test_postgres_,poison.py rivals.py) tests/integration/test_dlq_replay_killed.py
 EXAMS += $(addprefix tests/integration/test_nats_,poison.py killed.py cluster.py)
 EXAMS += $(addprefix tests/integration/test_redis_,poison.py idle.py)
-EXAMS += $(addprefix tests/integration/test_rabbitmq_,poison.py killed.py)
+# Not yet among them: the whole has not passed often enough in one run.
+RABBITMQ := tests/conformance/test_rabbitmq.py $(addprefix tests/integration/test_rabbitmq_,poison.py killed.py)
 EXAMS += tests/integration/test_provider_fleet.py
 EXAMS += $(addprefix tests/integration/test_,contents_killed.py s3_contents.py facts_postgres.py replication.py)
 EXAMS += $(addprefix tests/integration/test_facts_,killed.py consumer_killed.py)
 EXAMS += $(addprefix tests/properties/test_,fact_store.py replicas.py)
 DOCUMENTS := tests/docs/test_snippets.py
-APART := $(patsubst %,--ignore=%,$(EXAMS))
+APART := $(patsubst %,--ignore=%,$(EXAMS) $(RABBITMQ))
 
 # Noting every line costs as much as the tests themselves. Random plans run most lines, and are not needed for the bars.
 test: $(STAMP) ## all tests in random order, with branch coverage and its bars
@@ -92,6 +93,9 @@ format: $(STAMP) ## let ruff put the files into shape
 
 exam: $(STAMP) ## every connector and every executor takes its exam, and jobs theirs, against servers that the tests start
 	$(PYTEST) -n $(EXAMINERS) -q $(EXAMS)
+
+exam-rabbitmq: $(STAMP) ## RabbitMQ takes its exam
+	$(PYTEST) -q $(RABBITMQ)
 
 signals: $(STAMP) ## real processes, every state, every signal
 	$(BIN)/python tests/signals/matrix.py
