@@ -14,6 +14,7 @@ from ergon_framework.connectors.base import Ack, ConnectorError, DeadLetter, Lat
 from ergon_framework.connectors.deadletters import Became, DeadLetterQuery
 from ergon_framework.connectors.foreign import ForeignCodec, header
 from ergon_framework.connectors.rabbitmq import RabbitMQQueue, topology
+from ergon_framework.connectors.rabbitmq.declaring import Declarer
 from ergon_framework.errors import ConfigurationError, ConnectionLost
 from ergon_framework.task.base import AsyncTask, Task
 from ergon_framework.task.mixins.consumer import AsyncConsumerMixin, ConsumerMixin
@@ -120,13 +121,66 @@ def test_what_nobody_counts_is_put_aside_by_the_server_and_listed(queue, raw, mo
 
 
 @pytest.mark.spec("CNN-02")
-def test_a_dispatch_to_a_queue_that_is_gone_is_an_error_and_the_next_one_makes_it(queue, raw):
+def test_a_dispatch_to_a_queue_that_is_gone_makes_it_again(queue, raw):
     queue.dispatch(orders(1))
     raw.queue_delete(queue.name)
-    with pytest.raises(ConnectorError, match=r"order-0.*there is no such queue; dispatch them again"):
-        queue.dispatch(orders(1))
+    queue.dispatch(orders(3))
+    assert sorted(delivery.transaction.id for delivery in claimed(queue, 3)) == ["order-0", "order-1", "order-2"]
+    assert not queue.fetch_transactions(1, wait=0.2)
+
+
+@pytest.mark.spec("CNN-02")
+def test_what_finds_no_queue_twice_is_an_error(queue, monkeypatch):
+    async def nothing(*_):
+        """Somebody else deletes it, as soon as it is made."""
+
+    monkeypatch.setattr(Declarer, "trust", nothing)
+    with pytest.raises(ConnectorError, match=r"2 of 2 .*order-0.*there is no such queue; dispatch them again"):
+        queue.dispatch(orders(2))
+
+
+@pytest.mark.spec("CNN-02", "CNN-09")
+def test_only_what_came_back_is_sent_again(queue):
+    """Beside what is put off for the first time, into a queue that is not there, others go to one that is."""
+    queue.dispatch(orders(6))
+    held = claimed(queue, 6)
+    mixed = [(delivery, Later(0.3) if number % 2 else Release()) for number, delivery in enumerate(held)]
+    assert queue.settle(mixed) == [SettleResult.SETTLED] * 6
+    assert sorted(delivery.transaction.id for delivery in claimed(queue, 6)) == [f"order-{n}" for n in range(6)]
+    assert not queue.fetch_transactions(1, wait=0.5)
+
+
+@pytest.mark.spec("CNN-02")
+def test_an_exchange_that_is_gone_is_made_again(queue, raw):
     queue.dispatch(orders(1))
+    raw.exchange_delete(topology.ready(queue.name))
+    until(lambda: _dispatched(queue), "it is not made again")
+    assert len(claimed(queue, 2)) == 2
+
+
+@pytest.mark.spec("CNN-08")
+def test_a_replay_makes_the_queue_where_it_is_gone(queue, raw):
+    queue.dispatch(orders(1))
+    queue.settle([(delivery, DeadLetter("why")) for delivery in claimed(queue)])
+    queue.close()
+    raw.queue_delete(queue.name)
+    (record,) = queue.list_dead(EVERYTHING)
+    assert [result.became for result in queue.replay_dead([record.place])] == [Became.REPLAYED]
     assert [delivery.transaction.id for delivery in claimed(queue)] == ["order-0"]
+
+
+@pytest.mark.spec("CNN-02")
+def test_nothing_is_let_into_a_queue_whose_name_may_not_be_written_yet(rabbitmq, name, queue, raw):
+    """Whoever made it: until somebody has seen to that, what is published over our exchange comes back."""
+    queue.open()
+    raw.queue_delete(name)
+    raw.queue_declare(name, durable=True, arguments=topology.work_arguments(name))
+    raw.confirm_delivery()
+    with pytest.raises(pika.exceptions.UnroutableError):
+        raw.basic_publish(topology.ready(name), name, b"{}", mandatory=True)
+    queue.dispatch(orders(1))
+    raw.basic_publish(topology.ready(name), name, b"{}", mandatory=True)
+    assert len(claimed(queue, 2)) == 2
 
 
 @pytest.mark.spec("CNN-01")

@@ -16,19 +16,19 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import count
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
+from pika.compat import long
 from pika.exceptions import AMQPError
 from pika.spec import Basic
 
 from ergon_framework.connectors.rabbitmq.line import Channel, Connection, Refused
 from ergon_framework.connectors.rabbitmq.message import Message, Receipt
+from ergon_framework.connectors.rabbitmq.sharing import Shared, heeded
 from ergon_framework.errors import ConnectionLost
-
-T = TypeVar("T")
 
 #: Seconds that a push may take that the server has announced.
 _PUSH: Final = 0.25
@@ -40,6 +40,10 @@ _STALE: Final = 1.0
 _AT_ONCE: Final = 8
 #: How many new ones in a row it takes to trust again, once something came back.
 _TRUST: Final = 50
+#: Acks after which the server may hold back others; its own limit is 32 unless somebody changed it.
+_ON_THEIR_WAY: Final = 24
+#: What a consumer says that is to be given nothing.
+_NOTHING: Final = {"x-credit": {"credit": long(0), "drain": False}}
 #: Of all clients of this process together, so that no two deliveries have the same receipt.
 _numbers = count(1)
 
@@ -90,8 +94,14 @@ class Consumer:
         self._leaving: set[int] = set()
         self._empty: Callable[[], None] = _nothing
         self._bell: asyncio.Future[None] | None = None
-        self._barrier: asyncio.Task[int] | None = None
-        self._next_barrier: asyncio.Task[int] | None = None
+        #: How many are ready, asked behind everything that was written.
+        self.ready = Shared(self._count)
+        #: Returns when the acks that were written are in the queue's own log.
+        self.written = Shared(self._ask_log)
+        #: The consumer that is given nothing and asks the log, if it is there.
+        self._asker = ""
+        #: Acks that were written since the log was asked.
+        self._acks = 0
         self._looking: asyncio.TimerHandle | None = None
         #: Since when the last one that came had been ready.
         self.newest: float | None = None
@@ -117,7 +127,7 @@ class Consumer:
             await self._opened()
             if self._careful:
                 # Whole, although its caller may be cancelled: what was asked for comes, and must find its place.
-                await asyncio.shield(_heeded(self._get(most)))
+                await asyncio.shield(heeded(self._get(most)))
             if not self._careful:
                 self._make_room(self.handed_out + most - len(self._got))
             left = end - time.monotonic()
@@ -128,7 +138,7 @@ class Consumer:
                 continue
             bell = self._ring()
             # The answer also says that the line is there: an empty queue and a dead line look the same otherwise.
-            ready = _heeded(self.barrier())
+            ready = heeded(self.ready())
             await asyncio.wait((bell, ready), return_when=asyncio.FIRST_COMPLETED)
             if self.waiting:
                 return
@@ -215,7 +225,7 @@ class Consumer:
             self._careful = True
             self._surplus.extend(self.take(len(self.waiting)))
         if not self._is_calming:
-            self._calming = _heeded(self._calm())
+            self._calming = heeded(self._calm())
 
     @property
     def _is_calming(self) -> bool:
@@ -226,14 +236,14 @@ class Consumer:
         # The server counts a delivery for whatever is on its way when it is told to stop. So it is told when it has
         # nothing to push, or may not push any more.
         while len(self._unacked) - len(self._got) < self._room and time.monotonic() < end:
-            if not await self.barrier():
+            if not await self.ready():
                 break
         consumers, self._consumers, self._room = self._consumers, [], 0
         if self._channel is not None and self._channel.is_open:
             for tag in consumers:
                 # Not basic_cancel: the client would reject what still comes.
                 self._channel.raw._send_method(Basic.Cancel(tag, nowait=True))  # noqa: SLF001 - there is no other way
-            await self.barrier()
+            await self.ready()
         while self._surplus:
             surplus, self._surplus = self._surplus, []
             await self._give_back(surplus)
@@ -292,6 +302,7 @@ class Consumer:
                 channel = await self._connection.channel()
                 self.number = number = next(_numbers)
                 self._channel, self._careful, self._doubts, self._room, self._consumers = channel, True, 1, 0, []
+                self._asker, self._acks = "", 0
                 channel.when_closed(lambda _: self._closed(number))
                 channel.raw.add_on_cancel_callback(lambda _: self._cancelled(channel))
                 channel.raw.add_callback(lambda _: self._empty(), [Basic.GetEmpty], one_shot=False)
@@ -383,9 +394,11 @@ class Consumer:
         try:
             if last:
                 channel.raw.basic_ack(last, multiple=True)
+                self._acks += 1
             for tag in tags:
                 if tag > last:
                     channel.raw.basic_ack(tag)
+                    self._acks += 1
                 del self._unacked[tag]
                 self._leaving.discard(tag)
                 self._got.discard(tag)
@@ -395,22 +408,8 @@ class Consumer:
             self._arrived()  # nobody is told of what comes while messages are got one by one
         return True
 
-    async def barrier(self) -> int:
-        """How many are ready, asked behind everything that was written: the server has it all when it answers.
-
-        Acks have no answer of their own. Whoever asks while somebody else waits shares the next question.
-        """
-        if self._next_barrier is None:
-            self._next_barrier = _heeded(self._asked(self._barrier))
-        return await asyncio.shield(self._next_barrier)
-
-    async def _asked(self, before: asyncio.Task[int] | None) -> int:
-        if before is not None:
-            await asyncio.wait((before,))
-        self._barrier, self._next_barrier = self._next_barrier, None
-        channel = self._channel
-        if channel is None or channel.reason is not None:
-            raise ConnectionLost("the connection to RabbitMQ is gone")
+    async def _count(self) -> int:
+        channel = self._living()
         async with self._connection.answering("tell how much is ready"):
             try:
                 answer = await channel.ask(
@@ -420,22 +419,43 @@ class Consumer:
                 raise _refused(error) from error
         return int(answer.method.message_count)
 
+    async def _ask_log(self) -> None:
+        """Acks have no answer, and a count is answered before they are in the queue's log, where a kill loses them.
+
+        A consumer that comes or goes is an entry of that log behind theirs, and is answered when it is kept. Behind
+        many acks it takes two: while many are on their way the server holds back what comes, until it hears of those.
+        """
+        channel = self._living()
+        acks, self._acks = self._acks, 0
+        async with self._connection.answering("keep what was acked"):
+            try:
+                for _ in range(1 if acks <= _ON_THEIR_WAY else 2):
+                    await channel.ask(self._enter(channel))
+            except Refused as error:
+                raise _refused(error) from error
+
+    def _enter(self, channel: Channel) -> Callable[[Callable[[Any], None]], None]:
+        """Has the consumer that is given nothing come, or go."""
+
+        def enter(told: Callable[[Any], None]) -> None:
+            if self._asker:
+                asker, self._asker = self._asker, ""
+                channel.raw.basic_cancel(asker, told)
+            else:
+                come = self._on_message(self.number)
+                self._asker = channel.raw.basic_consume(self._queue, come, arguments=_NOTHING, callback=told)
+
+        return enter
+
+    def _living(self) -> Channel:
+        channel = self._channel
+        if channel is None or channel.reason is not None:
+            raise ConnectionLost("the connection to RabbitMQ is gone")
+        return channel
+
 
 def _refused(error: Refused) -> ConnectionLost:
     return ConnectionLost(f"RabbitMQ closed the channel: {error}")
 
 
 def _nothing() -> None: ...
-
-
-def _heeded(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-    """*work* as a task whose failure nobody may be left to see."""
-    task = asyncio.ensure_future(work)
-    task.add_done_callback(_unseen)
-    return task
-
-
-def _unseen(done: asyncio.Future[Any]) -> None:
-    """Nobody may look at it any more."""
-    if not done.cancelled():
-        done.exception()

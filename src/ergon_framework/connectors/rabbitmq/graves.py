@@ -59,12 +59,15 @@ class Graves:
         codec: Codec,
         *,
         connect: Callable[[], pika.ConnectionParameters],
+        trust: Callable[[], None],
         timeout: float,
         days: float | None,
     ) -> None:
         self._queue = queue
         self._codec = codec
         self._connect = connect
+        #: Makes the queue itself, so that it lets in what is replayed.
+        self._trust = trust
         self._timeout = timeout
         self._arguments = topology.dead_arguments(days)
 
@@ -88,6 +91,7 @@ class Graves:
         wanted, results = set(places), {place: ReplayResult(place, Became.GONE) for place in places}
         with self._opened() as channel:
             channel.confirm_delivery()
+            channel.exchange_declare(topology.ready(self._queue), "direct", durable=True)
             for message, record in self._all(channel):
                 if record.place in wanted:
                     wanted.discard(record.place)
@@ -99,11 +103,19 @@ class Graves:
     def _replay(self, channel: BlockingChannel, message: Message, record: DeadLetterRecord) -> ReplayResult:
         try:
             body, headers = self._original(message, record)
-            _, _, properties = outgoing = fresh(self._queue, body, headers, since=time.time())
-            channel.basic_publish("", outgoing.queue, body, properties, mandatory=True)
+            outgoing = fresh(self._queue, body, headers, since=time.time())
+            try:
+                self._publish(channel, outgoing)
+            except UnroutableError:
+                self._trust()
+                self._publish(channel, outgoing)
         except (UnencodableError, UnroutableError, NackError) as error:
             return ReplayResult(record.place, Became.FAILED, f"{type(error).__name__}: {error}"[:200])
         return ReplayResult(record.place, Became.REPLAYED)
+
+    def _publish(self, channel: BlockingChannel, outgoing: Outgoing) -> None:
+        exchange = topology.ready(self._queue)
+        channel.basic_publish(exchange, outgoing.queue, outgoing.body, outgoing.properties, mandatory=True)
 
     def _original(self, message: Message, record: DeadLetterRecord) -> tuple[bytes, Mapping[str, str]]:
         if _MARK not in message.table:

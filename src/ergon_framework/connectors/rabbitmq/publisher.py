@@ -42,20 +42,21 @@ class _Batch:
 class _Stream:
     """One channel, and what is not confirmed yet on it: what an older one says late means nothing here."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, exchange: str) -> None:
         self.channel = channel
+        self._exchange = exchange
         self._next = 1
         #: By number, in order.
-        self._open: dict[int, tuple[_Batch, int, str]] = {}
+        self._open: dict[int, tuple[_Batch, int, Outgoing]] = {}
         channel.raw.add_on_return_callback(self._on_return)
 
     async def confirm(self) -> None:
         await self.channel.ask(lambda told: self.channel.raw.confirm_delivery(self._on_confirm, told))
 
     def write(self, message: Outgoing, batch: _Batch, index: int) -> None:
-        self._open[self._next] = batch, index, message.queue
+        self._open[self._next] = batch, index, message
         self._next += 1
-        self.channel.raw.basic_publish("", message.queue, message.body, message.properties, mandatory=True)
+        self.channel.raw.basic_publish(self._exchange, message.queue, message.body, message.properties, mandatory=True)
 
     def _on_confirm(self, frame: Any) -> None:
         method = frame.method
@@ -72,19 +73,22 @@ class _Stream:
             batch, index, _ = found
             batch.told(index, problem)
 
-    def _on_return(self, _channel: Any, method: Any, _properties: Any, _body: bytes) -> None:
-        # What comes back does not say which one it was, but the confirmation follows it, and whatever else is on its
-        # way to the same queue finds it missing too.
-        for batch, index, queue in self._open.values():
-            if queue == method.routing_key:
+    def _on_return(self, _channel: Any, method: Any, properties: Any, body: bytes) -> None:
+        # What comes back does not say which one it was. It comes in order, and before it is confirmed; and of two that
+        # look alike it does not matter which is sent again. One that is not meant must not be: the server has it.
+        for batch, index, message in self._open.values():
+            sent = message.queue, message.body, message.properties.message_id
+            if sent == (method.routing_key, body, properties.message_id) and not batch.problems[index]:
                 batch.problems[index] = UNROUTABLE
+                return
 
 
 class Publisher:
-    """Publishes to queues by name, every message mandatory and confirmed."""
+    """Publishes to queues by name over *exchange*, every message mandatory and confirmed."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, exchange: str) -> None:
         self._connection = connection
+        self._exchange = exchange
         self._opening = asyncio.Lock()
         self._stream: _Stream | None = None
 
@@ -111,7 +115,7 @@ class Publisher:
     async def _opened(self) -> _Stream:
         async with self._opening:
             if self._stream is None or not self._stream.channel.is_open:
-                stream = _Stream(await self._connection.channel())
+                stream = _Stream(await self._connection.channel(), self._exchange)
                 async with self._connection.answering("confirm what is published"):
                     await stream.confirm()
                 self._stream = stream

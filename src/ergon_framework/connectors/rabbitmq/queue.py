@@ -82,7 +82,14 @@ class RabbitMQQueue(Connector, AsyncConnector):
         self._line: Line | None = None
         self._inherited: Line | None = None
         self._station: Station | None = None
-        self._graves = Graves(name, self._codec, connect=self._parameters, timeout=timeout, days=dead_days)
+        self._graves = Graves(
+            name,
+            self._codec,
+            connect=self._parameters,
+            trust=lambda: self._run(lambda station: station.trust()),
+            timeout=timeout,
+            days=dead_days,
+        )
         self._threads = Daemons(f"ergon-{name}-dead", size=_THREADS)
 
     def __repr__(self) -> str:

@@ -22,9 +22,8 @@ from ergon_framework.connectors.base import (
 from ergon_framework.connectors.codec import UnencodableError, write_headers
 from ergon_framework.connectors.rabbitmq import graves, topology
 from ergon_framework.connectors.rabbitmq.consumer import Consumer
-from ergon_framework.connectors.rabbitmq.declaring import Declarer
 from ergon_framework.connectors.rabbitmq.message import Message, Outgoing
-from ergon_framework.connectors.rabbitmq.publisher import Publisher
+from ergon_framework.connectors.rabbitmq.sending import Sender
 from ergon_framework.errors import ConnectionLost
 from ergon_framework.failure import Failure
 
@@ -34,11 +33,10 @@ SETTLED, LOST, FAILED = SettleResult.SETTLED, SettleResult.LOST, SettleResult.FA
 class Settler:
     """Settles for one queue; lives on the line's own thread."""
 
-    def __init__(self, queue: str, consumer: Consumer, publisher: Publisher, declarer: Declarer) -> None:
+    def __init__(self, queue: str, consumer: Consumer, sender: Sender) -> None:
         self._queue = queue
         self._consumer = consumer
-        self._publisher = publisher
-        self._declarer = declarer
+        self._sender = sender
 
     async def settle(self, settlings: Sequence[Settling]) -> list[SettleResult]:
         """One result each. What was written and not answered raises ConnectionLost: nobody knows what became of it."""
@@ -65,7 +63,7 @@ class Settler:
         ending += published
         if not ending:
             return results
-        await self._consumer.barrier()
+        await self._consumer.written()
         if not acked or self._consumer.number != number:
             raise ConnectionLost("the connection to RabbitMQ was lost while settling")
         for index, _ in ending:
@@ -85,16 +83,13 @@ class Settler:
         if not living:
             return []
         try:
-            for queue in {outgoing.queue for *_, outgoing in living}:
-                await self._declarer.needed(queue)
-            problems = await self._publisher.publish([outgoing for *_, outgoing in living])
+            problems = await self._sender.send([outgoing for *_, outgoing in living])
         except (ConnectionLost, ConnectorError):
             # Each may be asked for again; those beside them that only end have ended.
             problems = ["unknown"] * len(living)
         kept: list[tuple[int, Message]] = []
-        for (index, message, outgoing), problem in zip(living, problems, strict=True):
+        for (index, message, _), problem in zip(living, problems, strict=True):
             if problem:
-                self._declarer.forget(outgoing.queue)
                 self._consumer.stay([message])
             else:
                 kept.append((index, message))

@@ -13,7 +13,7 @@ from ergon_framework.connectors.rabbitmq.consumer import Consumer
 from ergon_framework.connectors.rabbitmq.declaring import Declarer
 from ergon_framework.connectors.rabbitmq.line import Line
 from ergon_framework.connectors.rabbitmq.message import Message, Outgoing
-from ergon_framework.connectors.rabbitmq.publisher import UNROUTABLE, Publisher
+from ergon_framework.connectors.rabbitmq.sending import Sender
 from ergon_framework.connectors.rabbitmq.settling import Settler
 from ergon_framework.errors import ErgonError
 
@@ -33,7 +33,7 @@ class Station:
         self._queue = queue
         self._line = line
         self._declarer = Declarer(queue, line.sends, dead_days=dead_days)
-        self._publisher = Publisher(line.sends)
+        self._sender = Sender(queue, line.sends, self._declarer)
         self.consumer = Consumer(
             queue,
             line.takes,
@@ -42,7 +42,7 @@ class Station:
             lost=lost,
             give_back=self._give_back,
         )
-        self.settler = Settler(queue, self.consumer, self._publisher, self._declarer)
+        self.settler = Settler(queue, self.consumer, self._sender)
 
     async def open(self) -> None:
         """Have the queues, and say once what the server's confirmations are worth."""
@@ -51,11 +51,11 @@ class Station:
 
     async def publish(self, messages: Sequence[Outgoing]) -> list[str]:
         await self._declarer.needed(topology.dead(self._queue))
-        await self._declarer.needed(self._queue)
-        problems = await self._publisher.publish(messages)
-        if UNROUTABLE in problems:
-            self._declarer.forget(self._queue)
-        return problems
+        return await self._sender.send(messages)
+
+    async def trust(self) -> None:
+        """Have the queue itself, and let messages in that somebody else publishes."""
+        await self._declarer.trust([self._queue])
 
     async def depth(self) -> Depth:
         """What the server says, and what has come here without having been handed out."""
@@ -81,6 +81,6 @@ class Station:
             await self.consumer.empty()
         await self.consumer.close()
         self._declarer.close()
-        self._publisher.close()
+        self._sender.close()
         if last:
             await self._line.close()

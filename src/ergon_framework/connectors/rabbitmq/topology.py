@@ -21,6 +21,7 @@ DELIVERY_LIMIT: Final = 1000
 #: No limit that anybody reaches. Without one, servers from version 4 on drop what was looked at 20 times.
 _NEVER: Final = 2_147_483_647
 _DAY_MS: Final = 86_400_000
+_PROOF_MS: Final = 60_000
 _MISMATCH: Final = re.compile(
     r"inequivalent arg '(?P<name>[^']+)' for queue '(?P<queue>.+)' in vhost '.*': "
     r"received (?P<wanted>.+?) but current is (?P<found>.+)$"
@@ -42,6 +43,16 @@ def later(queue: str, milliseconds: int) -> str:
 def lock(queue: str) -> str:
     """The name of the queue that whoever moves dead letters has to himself."""
     return f"{queue}.dead.lock"
+
+
+def ready(queue: str) -> str:
+    """The name of the exchange over which everything is published: what is bound there outlives a crash."""
+    return f"{queue}.ready"
+
+
+def proof(queue: str, number: str) -> str:
+    """The name of a queue that is made only so that the names of those before it are written."""
+    return f"{queue}.proof.{number}"
 
 
 def step(delay: float) -> int:
@@ -71,6 +82,11 @@ def dead_arguments(days: float | None) -> Arguments:
     """Of the queue of dead letters, which keeps them for *days*."""
     kept: Arguments = {} if days is None else {"x-message-ttl": min(_LONGEST, round(days * _DAY_MS))}
     return {"x-queue-type": "quorum", "x-overflow": "reject-publish", "x-delivery-limit": _NEVER, **kept}
+
+
+def proof_arguments() -> Arguments:
+    """Of a queue that nobody uses; it goes by itself where whoever made it could not delete it."""
+    return {"x-queue-type": "quorum", "x-expires": _PROOF_MS}
 
 
 def _guarded(target: str) -> Arguments:
