@@ -54,11 +54,10 @@ EXAMS := $(addprefix tests/conformance/test_,broken.py memory.py facts.py execut
 EXAMS += $(addprefix tests/conformance/test_,postgres.py nats.py redis.py)
 EXAMS += $(addprefix tests/conformance/test_boundary_,postgres.py service.py)
 EXAMS += $(addprefix tests/integration/test_jobs_,faults.py chaos.py cron.py)
-EXAMS += $(addprefix tests/integration/test_postgres_,poison.py rivals.py) tests/integration/test_dlq_replay_killed.py
-EXAMS += $(addprefix tests/integration/test_nats_,poison.py killed.py cluster.py)
-EXAMS += $(addprefix tests/integration/test_redis_,poison.py idle.py)
+EXAMS += $(addprefix tests/integration/test_,poison.py three_effects.py postgres_rivals.py dlq_replay_killed.py)
+EXAMS += $(addprefix tests/integration/test_,nats_killed.py nats_cluster.py redis_idle.py)
 # Not yet among them: the whole has not passed often enough in one run.
-RABBITMQ := tests/conformance/test_rabbitmq.py $(addprefix tests/integration/test_rabbitmq_,poison.py killed.py)
+RABBITMQ := tests/conformance/test_rabbitmq.py tests/integration/test_rabbitmq_killed.py
 EXAMS += tests/integration/test_provider_fleet.py
 EXAMS += $(addprefix tests/integration/test_,contents_killed.py s3_contents.py facts_postgres.py replication.py)
 EXAMS += $(addprefix tests/integration/test_facts_,killed.py consumer_killed.py)
@@ -175,7 +174,7 @@ power-facts: $(STAMP) ## what a power loss leaves of confirmed facts and artifac
 	$(BIN)/python tests/chaos/power_facts.py
 
 poison-postgres: $(STAMP) ## one transaction that ends every process, among 500
-	$(BIN)/python -m pytest -q tests/integration/test_postgres_poison.py
+	$(BIN)/python -m pytest -q tests/integration/test_poison.py -k postgres
 
 chaos-brokers: $(STAMP) ## 20,000 transactions on each broker through kills, stops, crashes and cuts (root; MINUTES=5, SEED=1)
 	$(BIN)/python tests/chaos/brokers.py --minutes $(or $(MINUTES),5) --seed $(or $(SEED),1)

@@ -17,6 +17,9 @@ from tests.servers.nats import find_new, find_old
 
 HISTORY = (Attempt(attempt=0, category=Category.SYSTEM, error="it broke", at=1_700_000_000.5, delay=3.0),)
 
+#: Many more than are acked while a server that was told to stop does so.
+ORDERS, STOPPED_AT = 500, 20
+
 
 @pytest.fixture(params=[find_new, find_old], ids=["new", "old"])
 def server(request, new_nats):
@@ -36,8 +39,7 @@ def test_what_was_acked_stays_away_from_a_killed_server(server):
             assert set(results) == {SettleResult.SETTLED}
             server.kill()
             server.start()
-            await asyncio.sleep(2.2)
-            again = await claimed(queue, 20)
+            again = await claimed(queue, 20, within=15.0)
             assert {each.transaction.payload for each in again} == set(range(0, 60, 3))
             assert not await queue.fetch_transactions_async(10, wait=0.3)
 
@@ -50,12 +52,13 @@ def test_an_ack_that_a_stopping_server_no_longer_keeps_is_not_called_settled(ser
 
     async def run():
         async with opened(server, lease=2.0, timeout=1.0) as queue:
-            await queue.dispatch_async([Transaction(f"order-{number}", number) for number in range(150)])
-            held = await claimed(queue, 150)
-            stopping = threading.Timer(0.05, server.stop)
-            stopping.start()
+            await queue.dispatch_async([Transaction(f"order-{number}", number) for number in range(ORDERS)])
+            held = await claimed(queue, ORDERS)
+            stopping = threading.Thread(target=server.stop)
             settled = set()
-            for delivery in held:
+            for number, delivery in enumerate(held):
+                if number == STOPPED_AT:
+                    stopping.start()
                 try:
                     (result,) = await queue.settle_async([(delivery, Ack())])
                 except ConnectionLost:
@@ -63,11 +66,10 @@ def test_an_ack_that_a_stopping_server_no_longer_keeps_is_not_called_settled(ser
                 if result is SettleResult.SETTLED:
                     settled.add(delivery.transaction.id)
             stopping.join()
-            assert 0 < len(settled) < 150, "the stop came too early or too late to say anything"
+            assert 0 < len(settled) < ORDERS, "the stop came too early or too late to say anything"
             server.start()
-            await asyncio.sleep(2.2)
-            again = {each.transaction.id for each in await claimed(queue, 149 - len(settled))}
-            again |= {each.transaction.id for each in await queue.fetch_transactions_async(150, wait=0.3)}
+            again = {each.transaction.id for each in await claimed(queue, ORDERS - 1 - len(settled), within=15.0)}
+            again |= {each.transaction.id for each in await queue.fetch_transactions_async(ORDERS, wait=0.3)}
             assert not again & settled
 
     asyncio.run(run())

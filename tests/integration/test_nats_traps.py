@@ -19,16 +19,29 @@ from ergon_framework.transaction import Transaction
 from tests.integration.nats_queues import bare, claimed, name, opened
 
 SETTLED, LOST = SettleResult.SETTLED, SettleResult.LOST
+#: Seconds within which what must come has come.
+SOON = 10.0
 
 
 def orders(count):
     return [Transaction(f"order-{number}", {"number": number}) for number in range(count)]
 
 
-async def pending(server, queue):
+async def told(server, queue, what):
     async with bare(server) as (_, api):
-        told = await api(f"CONSUMER.INFO.{names(queue.name).work}.{CONSUMER}")
-    return told["num_ack_pending"]
+        return (await api(f"CONSUMER.INFO.{names(queue.name).work}.{CONSUMER}"))[what]
+
+
+async def pending(server, queue):
+    return await told(server, queue, "num_ack_pending")
+
+
+async def until(server, queue, what, count):
+    """Wait until the server says that of the consumer: for instance that somebody's question has arrived."""
+    end = time.monotonic() + SOON
+    while (found := await told(server, queue, what)) != count:
+        assert time.monotonic() < end, f"{what} is {found}, not {count}"
+        await asyncio.sleep(0.01)
 
 
 async def forget(server, queue):
@@ -78,7 +91,6 @@ def test_the_ack_of_a_stale_worker_is_not_sent(nats_server):
         async with opened(nats_server, lease=0.5) as stale, opened(nats_server, stale.name, lease=0.5) as heir:
             await stale.dispatch_async(orders(1))
             (old,) = await claimed(stale, 1)
-            await asyncio.sleep(0.6)
             (held,) = await claimed(heir, 1)
             assert await stale.settle_async([(old, Ack())]) == [LOST]
             assert await stale.extend_async([old]) == [None]
@@ -98,18 +110,19 @@ def test_what_lay_in_the_socket_of_a_busy_loop_is_as_old_as_it_is(nats_server):
 
     async def run():
         async with opened(nats_server, lease=lease) as queue:
-            fetching = asyncio.ensure_future(queue.fetch_transactions_async(1, wait=5.0))
-            await asyncio.sleep(0.2)
+            fetching = asyncio.ensure_future(queue.fetch_transactions_async(1, wait=SOON))
+            await until(nats_server, queue, "num_waiting", 1)
 
             async def send():
                 async with opened(nats_server, queue.name, lease=lease) as producer:
                     await producer.dispatch_async(orders(1))
+                await until(nats_server, queue, "num_ack_pending", 1)
 
             producing = threading.Thread(target=lambda: asyncio.run(send()))
             producing.start()
-            # The server hands it out now, and nobody looks for longer than it is ours.
-            time.sleep(lease * 2.5)  # noqa: ASYNC251 - that is what is tried
+            # When it is over the server has handed it out. Then nobody looks for longer than it is ours.
             producing.join()
+            time.sleep(lease * 1.2)  # noqa: ASYNC251 - that is what is tried
             (delivery,) = await fetching
             if delivery.deliveries == 1:
                 assert delivery.lease_until <= time.monotonic()
@@ -134,13 +147,15 @@ def test_who_listens_is_told_of_a_claim_that_ran_out(nats_server):
 
     async def run():
         ear = Ear()
-        async with opened(nats_server, lease=0.4) as queue:
+        async with opened(nats_server, lease=1.0) as queue:
             queue.listen(ear)
             await queue.dispatch_async(orders(2))
             first, second = await claimed(queue, 2)
-            for _ in range(4):
-                await asyncio.sleep(0.15)
+            end = time.monotonic() + SOON
+            while not ear.gone:
+                assert time.monotonic() < end, "nobody was told"
                 assert (await queue.extend_async([first]))[0] is not None
+                await asyncio.sleep(0.05)
             assert ear.gone == (second.receipt,)
             assert await queue.settle_async([(first, Ack())]) == [SETTLED]
 
@@ -151,8 +166,8 @@ def test_who_listens_is_told_of_a_claim_that_ran_out(nats_server):
 def test_what_came_too_late_for_its_fetch_is_given_back_at_no_cost(nats_server):
     async def run():
         async with opened(nats_server, lease=4.0) as gave_up, opened(nats_server, gave_up.name, lease=4.0) as other:
-            fetching = asyncio.ensure_future(gave_up.fetch_transactions_async(1, wait=5.0))
-            await asyncio.sleep(0.1)
+            fetching = asyncio.ensure_future(gave_up.fetch_transactions_async(1, wait=SOON))
+            await until(nats_server, gave_up, "num_waiting", 1)
             fetching.cancel()
             await asyncio.gather(fetching, return_exceptions=True)
             await other.dispatch_async(orders(1))
@@ -482,7 +497,6 @@ def test_a_burial_that_comes_too_late_does_not_take_the_next_ones_with_it(nats_s
             async def slowly(*given):
                 """It has written the dead letter, and hangs until another has buried the same and acked it."""
                 await store(*given)
-                await asyncio.sleep(0.6)
                 (held,) = await claimed(heir, 1)
                 assert await heir.settle_async([(held, DeadLetter("second"))]) == [SETTLED]
 

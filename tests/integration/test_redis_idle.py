@@ -13,19 +13,33 @@ PROGRAM = """
 import asyncio, sys, time
 from ergon_framework import *
 from ergon_framework.connectors.redis import RedisQueue
+from ergon_framework.task.mixins.policies import EmptyQueuePolicy
 
-policy = ConsumerPolicy.load({"loop": {"streaming": True}})
+# From the first look on they wait as long as their policy lets them by and by.
+longest = EmptyQueuePolicy().cap
+policy = ConsumerPolicy.load({"loop": {"streaming": True, "empty_queue": {"backoff": longest, "cap": longest}}})
+
+class Looked(RedisQueue):
+    def __init__(self, number):
+        super().__init__(f"idle-{number}", url=sys.argv[1])
+        self.once = asyncio.Event()
+
+    async def fetch_transactions_async(self, batch_size, **extra):
+        found = await super().fetch_transactions_async(batch_size, **extra)
+        self.once.set()
+        return found
 
 async def main():
-    tasks = []
-    for number in range(20):
-        @consumer(RedisQueue(f"idle-{number}", url=sys.argv[1]))
+    queues, tasks = [Looked(number) for number in range(20)], []
+    for queue in queues:
+        @consumer(queue)
         async def task(order): ...
         tasks.append(task)
     loops = [asyncio.create_task(task.consume_transactions(policy)) for task in tasks]
-    await asyncio.sleep(11)  # until they wait as long as their policy lets them
+    for queue in queues:
+        await queue.once.wait()
     began, cpu = time.perf_counter(), time.process_time()
-    await asyncio.sleep(10)
+    await asyncio.sleep(2 * longest)
     print((time.process_time() - cpu) / (time.perf_counter() - began))
     for task in tasks:
         task.stop()
