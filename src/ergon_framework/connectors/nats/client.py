@@ -15,6 +15,7 @@ from nats.aio.subscription import Subscription
 from nats.aio.transport import TcpTransport
 
 from ergon_framework.connectors.nats.frames import Ear, Frames, Heard, tell
+from ergon_framework.connectors.transports import drop
 
 #: Bytes that a socket takes at once, unless the other side has stopped reading.
 _MUCH: Final = 65_536
@@ -45,6 +46,16 @@ class DirectClient(Client):
     def _remove_sub(self, sid: int, max_msgs: int = 0) -> None:
         super()._remove_sub(sid, max_msgs)
         self._ears.pop(b"%d" % sid, None)
+
+    def let_go(self, *, loop_is_closed: bool = False) -> None:
+        """Give the socket up, and what was not sent: to close in good order is to wait for that, perhaps for ever."""
+        writer = getattr(self._transport, "_io_writer", None)
+        if writer is None:
+            return
+        if loop_is_closed:
+            drop(writer.transport)
+        else:
+            writer.transport.abort()
 
     async def publish_all(self, messages: Iterable[tuple[str, str, bytes]]) -> None:
         """Publish many without headers: subject, where the answer is to go, payload.

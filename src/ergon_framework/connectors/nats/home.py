@@ -41,9 +41,18 @@ class Home:
             return self._line
 
     async def close(self) -> None:
+        if self.loop.is_closed():
+            self.abandon()
+            return
         line, self._line = self._line, None
         if line is not None:
             await line.close()
+
+    def abandon(self) -> None:
+        """Let the line go once the event loop is closed, on which nobody has closed it."""
+        line, self._line = self._line, None
+        if line is not None:
+            line.abandon()
 
 
 def home_of(addresses: Sequence[str], *, timeout: float, options: Mapping[str, Any], apart: object = None) -> Home:
@@ -54,7 +63,7 @@ def home_of(addresses: Sequence[str], *, timeout: float, options: Mapping[str, A
     with _making:
         where = (tuple(addresses), timeout, id(apart) if options else None, id(asyncio.get_running_loop()), os.getpid())
         for known in [known for known in _homes.values() if known.loop.is_closed()]:
-            del _homes[known.where]
+            _homes.pop(known.where).abandon()
         home = _homes.get(where)
         if home is None:
             home = _homes[where] = Home(where, addresses, timeout=timeout, options=options)

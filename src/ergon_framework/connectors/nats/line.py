@@ -252,17 +252,17 @@ class Line:
         """Give the line up: everybody who waits is told now; the connection closes behind our back."""
         if not self.lost:
             self._gone()
-            self._leaving = asyncio.ensure_future(self._leave())
+            self._leaving = asyncio.ensure_future(_left(self.client))
 
     async def close(self) -> None:
         """Close it in good order."""
         self._gone()
-        await self._leave()
+        await _left(self.client)
 
-    async def _leave(self) -> None:
-        with suppress(Exception):  # a server that is gone will find out by itself
-            async with asyncio.timeout(_LEAVE):
-                await self.client.close()
+    def abandon(self) -> None:
+        """Let it go from outside its event loop, which is closed: nobody waits there any more."""
+        self.lost = True
+        self.client.let_go(loop_is_closed=True)
 
     def _gone(self) -> None:
         self.lost = True
@@ -316,14 +316,22 @@ async def connect(addresses: Sequence[str], *, timeout: float, options: Mapping[
             # A round trip: the server knows where answers go before anything is asked.
             await client.flush(timeout=timeout)  # type: ignore[arg-type] # it takes any number
     except BaseException as error:
-        with suppress(Exception):
-            async with asyncio.timeout(_LEAVE):
-                await client.close()
+        await _left(client)
         refusal = _refusal(error, addresses)
         if refusal is error:
             raise
         raise refusal from error
     return line
+
+
+async def _left(client: DirectClient) -> None:
+    """Close in good order if that can be done in time, and leave no socket behind in any case."""
+    try:
+        with suppress(Exception):  # a server that is gone will find out by itself
+            async with asyncio.timeout(_LEAVE):
+                await client.close()
+    finally:
+        client.let_go()
 
 
 def _refusal(error: BaseException, addresses: Sequence[str]) -> BaseException:

@@ -20,6 +20,7 @@ from redis import exceptions
 
 from ergon_framework.connectors.redis.failures import translated
 from ergon_framework.connectors.redis.operation import Command, Operation, Together
+from ergon_framework.connectors.transports import drop
 from ergon_framework.errors import ConfigurationError, ConnectionLost
 
 R = TypeVar("R")
@@ -282,20 +283,8 @@ class _LoopLines:
             try:
                 self._loop.call_soon_threadsafe(writer.transport.abort)
             except RuntimeError:
-                _drop(writer.transport)
+                drop(writer.transport)
         self.idle.clear()
-
-
-def _drop(transport: Any) -> None:
-    """Close the socket of a transport whose loop is closed; nobody else is left to do it, and no public call can."""
-    below = getattr(transport, "_ssl_protocol", None)
-    transport = transport if below is None else getattr(below, "_transport", None)
-    with suppress(RuntimeError):  # it has noted that it is closing by then
-        transport.abort()
-    sock = getattr(transport, "_sock", None)
-    if sock is not None:
-        sock.close()
-        transport._sock = None  # noqa: SLF001 - see above
 
 
 async def _hang_up(line: AsyncLine) -> None:
