@@ -458,7 +458,7 @@ def test_a_database_without_the_tables_is_told_to_upgrade(postgres):
     with pytest.raises(ConfigurationError, match="ergon db upgrade"):
         PostgresBoundary(dsn, accept_loss=True).open()
     upgrade(dsn, "0003")
-    with pytest.raises(ConfigurationError, match="at revision 0003, facts need 0004; run: ergon db upgrade"):
+    with pytest.raises(ConfigurationError, match="at revision 0003, facts need 0005; run: ergon db upgrade"):
         PostgresBoundary(dsn, accept_loss=True).open()
 
 

@@ -36,9 +36,9 @@ class Item(NamedTuple):
     fact: Fact
     pair: Pair
     digest: str
-    #: The columns, by the names that the function gives them.
-    columns: dict[str, Any]
     bytes: int
+    #: Whether the bytes of the artifact that it names are not here.
+    is_lacking: bool = False
     #: As it came from another store; None of one that is appended.
     origin: StoredFact | None = None
 
@@ -46,6 +46,15 @@ class Item(NamedTuple):
     def identity(self) -> tuple[str, str]:
         """By what it is told from all others."""
         return self.envelope.from_zone, self.envelope.message_id
+
+    @property
+    def digits(self) -> str:
+        """The digest without the name of its algorithm."""
+        return self.digest[len(_ALGORITHM) :]
+
+    @property
+    def is_about_no_artifact(self) -> bool:
+        return self.fact.artifact is None
 
     @property
     def is_plain(self) -> bool:
@@ -60,7 +69,9 @@ def appending(facts: Iterable[Appending], absent: frozenset[str]) -> list[Item]:
 
 def plain(envelope: Envelope, fact: Fact) -> Item:
     """One fact to be appended, which is about no artifact."""
-    return _item(envelope, fact, digest_of(envelope, fact), frozenset())
+    text = fact.object_json
+    size = len(text) if text.isascii() else len(text.encode())
+    return Item(envelope, fact, envelope.pair, digest_of(envelope, fact), size)
 
 
 def forwarding(facts: Iterable[StoredFact], absent: frozenset[str]) -> list[Item]:
@@ -75,35 +86,18 @@ def _forwarded(stored: StoredFact, absent: frozenset[str]) -> Item:
                 f"the fact {stored.envelope.message_id!r} comes with {name} {getattr(stored, name)!r:.40}, which no "
                 "store can have given"
             )
-    item = _item(stored.envelope, stored.fact, stored.digest, absent)
-    item.columns.update(at=stored.offset, epoch=stored.epoch, stored=stored.stored_at_unix_ms)
-    return item._replace(origin=stored)
+    hexadecimal(stored.digest)
+    return _item(stored.envelope, stored.fact, stored.digest, absent, origin=stored)
 
 
-def _item(envelope: Envelope, fact: Fact, digest: str, absent: frozenset[str]) -> Item:
+def _item(
+    envelope: Envelope, fact: Fact, digest: str, absent: frozenset[str], origin: StoredFact | None = None
+) -> Item:
     text = fact.object_json
     size = len(text) if text.isascii() else len(text.encode())
-    columns: dict[str, Any] = {
-        "id": envelope.message_id,
-        "digest": hexadecimal(digest),
-        "produced": envelope.produced_at_unix_ms,
-        "subject": fact.subject,
-        "predicate": fact.predicate,
-        "object": text,
-        "size": size,
-    }
-    if envelope.correlation_id is not None:
-        columns["correlation"] = envelope.correlation_id
-    if envelope.causation_id is not None:
-        columns["causation"] = envelope.causation_id
-    if envelope.labels:
-        columns["labels"] = json.dumps(dict(envelope.labels), ensure_ascii=False)
     reference = fact.artifact
-    if reference is not None:
-        # Nothing has an empty digest: what is not here is refused, unless the fact is known.
-        content = "" if reference.digest in absent else hexadecimal(reference.digest)
-        columns.update(bucket=reference.bucket, key=reference.key, content=content, length=reference.size)
-    return Item(envelope, fact, envelope.pair, digest, columns, size)
+    lacking = reference is not None and reference.digest in absent
+    return Item(envelope, fact, envelope.pair, digest, size, lacking, origin)
 
 
 def hexadecimal(digest: str) -> str:
@@ -118,8 +112,43 @@ def written(items: Sequence[Item], seen: dict[Pair, int]) -> tuple[str, str]:
     """The pairs of *items*, in the order in which they are locked, and the facts; both as JSON."""
     pairs = sorted({item.pair for item in items})
     places = {pair: place for place, pair in enumerate(pairs, 1)}
-    facts = [{"p": places[item.pair], **item.columns} for item in items]
+    facts = [_columns(places[item.pair], item) for item in items]
     return _json([[*pair, seen.get(pair, 0)] for pair in pairs]), _json(facts)
+
+
+def _columns(place: int, item: Item) -> dict[str, Any]:
+    """One fact, by the names that the function gives its columns; *place* is that of its pair."""
+    envelope, fact = item.envelope, item.fact
+    columns: dict[str, Any] = {
+        "p": place,
+        "id": envelope.message_id,
+        "digest": item.digits,
+        "produced": envelope.produced_at_unix_ms,
+        "subject": fact.subject,
+        "predicate": fact.predicate,
+        "object": fact.object_json,
+        "size": item.bytes,
+    }
+    if envelope.correlation_id is not None:
+        columns["correlation"] = envelope.correlation_id
+    if envelope.causation_id is not None:
+        columns["causation"] = envelope.causation_id
+    if envelope.labels:
+        columns["labels"] = labels_written(envelope)
+    reference = fact.artifact
+    if reference is not None:
+        # Nothing has an empty digest: what is not here is refused, unless the fact is known.
+        content = "" if item.is_lacking else hexadecimal(reference.digest)
+        columns.update(bucket=reference.bucket, key=reference.key, content=content, length=reference.size)
+    stored = item.origin
+    if stored is not None:
+        columns.update(at=stored.offset, epoch=stored.epoch, stored=stored.stored_at_unix_ms)
+    return columns
+
+
+def labels_written(envelope: Envelope) -> str | None:
+    """The labels of a fact as they are kept; None if it has none."""
+    return json.dumps(dict(envelope.labels), ensure_ascii=False) if envelope.labels else None
 
 
 def _json(value: Any) -> str:
