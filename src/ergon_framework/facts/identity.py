@@ -152,7 +152,17 @@ def _encoding() -> Callable[[Any], str]:
     make: Any = getattr(json.encoder, "c_make_encoder", None)
     if make is None:
         return _ENCODER.encode
-    pieces = make(None, _ENCODER.default, json.encoder.encode_basestring, None, ":", ",", True, False, False)
+    pieces = make(
+        markers=None,
+        default=_ENCODER.default,
+        encoder=json.encoder.encode_basestring,
+        indent=None,
+        key_separator=":",
+        item_separator=",",
+        sort_keys=True,
+        skipkeys=False,
+        allow_nan=False,
+    )
     return lambda value: "".join(pieces(value, 0))
 
 

@@ -86,10 +86,15 @@ def write_appending(envelope: Envelope, fact: Fact, message: wire.Appending | No
 
 
 def read_appending(message: wire.Appending) -> Appending:
-    if not message.HasField("envelope") or not message.HasField("fact"):
-        lacking = "fact" if message.HasField("envelope") else "envelope"
-        raise InvalidFactError(f"a fact that is appended has an {lacking} of its own, and this one has none")
-    return read_envelope(message.envelope), read_fact(message.fact)
+    try:
+        return read_envelope(message.envelope), read_fact(message.fact)
+    except InvalidFactError as error:
+        # Looked at only now: what is not there reads as if it were empty, which neither of them can be.
+        for name in ("envelope", "fact"):
+            if not message.HasField(name):
+                said = f"a fact that is appended has an {name} of its own, and this one has none"
+                raise InvalidFactError(said) from error
+        raise
 
 
 def write_confirmation(confirmation: FactConfirmation, message: wire.Confirmation | None = None) -> wire.Confirmation:

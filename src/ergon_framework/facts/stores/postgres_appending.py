@@ -119,13 +119,11 @@ class Appending:
         return str(int(self._wall() * 1000))
 
     def _told(self, store: Store, known: Known, items: Sequence[Item], answers: Sequence[Answer]) -> list[Appended]:
-        last: dict[Pair, int] = {}
-        for item, answer in zip(items, answers, strict=True):
-            if isinstance(answer, int):
-                last[item.pair] = answer
+        last = {item.pair: answer for item, answer in zip(items, answers, strict=True) if isinstance(answer, int)}
         for pair, offset in last.items():
             store.see(pair, offset)
-        return [self._answers.told(item, answer, known.epoch) for item, answer in zip(items, answers, strict=True)]
+        told = self._answers.told
+        return [told(item, answer, known.epoch) for item, answer in zip(items, answers, strict=True)]
 
     def get(self, store: Store, from_zone: str, message_id: str) -> Operation[FactConfirmation | None]:
         """What was confirmed for an id."""

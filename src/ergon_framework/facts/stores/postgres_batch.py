@@ -160,7 +160,8 @@ class Answers:
 
     def __init__(self, side: Side, *, max_facts: int | None, max_bytes: int | None) -> None:
         self._side = side
-        self._other = Side.OUTER if side is Side.INNER else Side.INNER
+        other = Side.OUTER if side is Side.INNER else Side.INNER
+        self._appended, self._arrived = side.store_buffer, other.store_buffer
         self._max_facts = max_facts
         self._max_bytes = max_bytes
 
@@ -174,7 +175,7 @@ class Answers:
                 epoch=epoch if origin is None else origin.epoch,
                 digest=item.digest,
                 # Where it was appended: a confirmation is about a store buffer, of a forwarded fact the other side's.
-                buffer=(self._side if origin is None else self._other).store_buffer,
+                buffer=self._appended if origin is None else self._arrived,
             )
         word, *rest = answer
         return self._otherwise(item, word, rest)
@@ -215,7 +216,7 @@ class Answers:
             offset=offset,
             epoch=epoch,
             digest=f"{_ALGORITHM}{digest}",
-            buffer=(self._other if forwarded else self._side).store_buffer,
+            buffer=self._arrived if forwarded else self._appended,
             duplicate=True,
         )
 
