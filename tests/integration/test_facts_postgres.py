@@ -159,6 +159,7 @@ def test_a_batch_of_several_pairs_by_columns_has_dense_offsets_in_each(store, da
     told = client.append_facts([stated(number, (PAIR, ELSEWHERE)[number % 3 == 0]) for number in range(30)])
     assert [each.offset for each in told[::3]] == list(range(2, 12))
     assert [each.offset for number, each in enumerate(told) if number % 3] == list(range(2, 22))
+    assert [fact.offset for fact in client.fetch_facts("r", PAIR, 100)] == list(range(1, 22))
     assert [fact.envelope.message_id for fact in client.fetch_facts("r", ELSEWHERE, 100)] == [
         "m-there",
         *(f"m-{number}" for number in range(0, 30, 3)),
