@@ -53,10 +53,6 @@ class Item(NamedTuple):
         return self.digest[len(_ALGORITHM) :]
 
     @property
-    def is_about_no_artifact(self) -> bool:
-        return self.fact.artifact is None
-
-    @property
     def is_plain(self) -> bool:
         """Whether it is appended, and about no artifact."""
         return self.origin is None and self.fact.artifact is None

@@ -42,7 +42,7 @@ class Columns(NamedTuple):
 
 def columns(items: Sequence[Item], seen: dict[Pair, int]) -> Columns | None:
     """*items* by columns; None if something is odd about them. *seen* has the highest known offset of each pair."""
-    if len({item.identity for item in items}) < len(items) or not all(item.is_about_no_artifact for item in items):
+    if len({item.identity for item in items}) < len(items) or any(item.fact.artifact is not None for item in items):
         return None
     parts = _by_pair(items)
     told = [_told(pair, seen.get(pair, 0), [items[place] for place in places]) for pair, places in parts]
