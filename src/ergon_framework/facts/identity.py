@@ -12,7 +12,6 @@ import re
 import uuid
 from collections.abc import Callable, Iterable
 from datetime import UTC, date, datetime
-from functools import lru_cache
 from typing import Any, Final, NoReturn
 
 from ergon_framework.facts.errors import InvalidFactError
@@ -238,10 +237,6 @@ def _quoted(text: str) -> str:
     return _quote(text)
 
 
-#: For zones and predicates, of which there are few, and which every fact has.
-_quoted_word: Final = lru_cache(maxsize=1024)(_quoted)
-
-
 def _half(text: str) -> InvalidFactError:
     return InvalidFactError(f"{text!r:.40} holds half of a surrogate pair, which is no character; repair the text")
 
@@ -312,8 +307,8 @@ def digest(*, from_zone: str, to_zone: str, subject: str, predicate: str, object
 def digest_written(*, from_zone: str, to_zone: str, subject: str, predicate: str, written: str) -> str:
     """The same for an object that is in canonical form already, which is most of the work."""
     stated = (
-        f'{{"from_zone":{_quoted_word(from_zone)},"object":{written},"predicate":{_quoted_word(predicate)},'
-        f'"subject":{_quoted(subject)},"to_zone":{_quoted_word(to_zone)}}}'
+        f'{{"from_zone":{_quoted(from_zone)},"object":{written},"predicate":{_quoted(predicate)},'
+        f'"subject":{_quoted(subject)},"to_zone":{_quoted(to_zone)}}}'
     )
     return f"sha256:{hashlib.sha256(stated.encode()).hexdigest()}"
 
