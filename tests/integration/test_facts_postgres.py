@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import psycopg
 import pytest
@@ -14,6 +15,7 @@ from ergon_framework.errors import ConfigurationError
 from ergon_framework.facts.boundary import confirmed
 from ergon_framework.facts.errors import BufferFull, FactConflict, FactError
 from ergon_framework.facts.model import Cursor, Envelope, Fact, Pair, Side
+from ergon_framework.facts.stores.memory import MemoryBoundary
 from ergon_framework.facts.stores.memory_contents import MemoryContents
 from ergon_framework.facts.stores.postgres import PostgresBoundary
 from ergon_framework.facts.stores.postgres_partitions import WEEK, name_of, week_of
@@ -102,6 +104,101 @@ def test_a_conflict_in_a_shared_commit_touches_no_neighbour(store, database):
     assert sorted(each.offset for each in told) == list(range(2, 101))
     # All of them came while the first was under way, or went with it.
     assert rows(database, "select count(distinct xmin::text) from ergon.facts")[0][0] <= 4
+
+
+# -- by columns, and one by one -------------------------------------------------------------------------
+
+KEPT = """
+select f.fact_offset, f.stored_at, f.total, f.produced_at, f.message_id, f.correlation_id, f.causation_id, f.labels,
+    f.subject, f.predicate, f.object_json, i.fact_offset, i.kept_at, e.epoch, l.last, l.total, f.digest = i.digest
+from ergon.facts f join ergon.fact_log l on l.id = f.log
+join ergon.fact_ids i on i.log = l.id and i.message_id = f.message_id join ergon.fact_epochs e on e.id = i.epoch
+where l.to_zone = %s order by f.fact_offset
+"""
+
+
+def leave_the_short_way_only(database):
+    """From now on whoever goes one by one fails."""
+    rows(database, "alter function ergon.append_facts rename to append_facts_away")
+
+
+def kept_in(store, database, batch, zone, *, odd):
+    """What is in the tables of *batch*, which goes one by one if it is *odd*: an id comes twice."""
+    sent = [
+        (replace(envelope, from_zone=f"{envelope.from_zone} {zone}", to_zone=zone), fact) for envelope, fact in batch
+    ]
+    told = store.append_facts(sent + sent[:1] * odd)
+    assert [confirmed(each).offset for each in told] == [*range(2, len(batch) + 2), 2][: len(told)]
+    return rows(database, KEPT, zone)
+
+
+def several(count):
+    for number in range(count):
+        envelope, fact = stated(number, text="ü,'\"\\ {}" * number)
+        beside = {"labels": {"a": "\\\x7e", "ü": ""}} if number % 3 else {"correlation_id": f"c {number}"}
+        yield replace(envelope, causation_id="x" if number % 2 else None, **beside), fact
+
+
+@pytest.mark.spec("FAC-13", "FAC-15")
+def test_what_goes_in_by_columns_is_what_goes_in_one_by_one(store, database):
+    client = store(wall=lambda: 1000.0)
+    for zone in ("Columns", "One by one"):
+        client.append_facts([stated("first", Pair(f"Plant A {zone}", zone))])
+    batch = list(several(40))
+    one_by_one = kept_in(client, database, batch, "One by one", odd=True)
+    rows(database, "alter function ergon.append_facts rename to append_facts_away")
+    assert kept_in(client, database, batch, "Columns", odd=False) == one_by_one
+    assert len(one_by_one) == 41
+
+
+@pytest.mark.spec("FAC-15")
+def test_a_batch_of_several_pairs_by_columns_has_dense_offsets_in_each(store, database):
+    client = store()
+    client.append_facts([stated("here", PAIR), stated("there", ELSEWHERE)])
+    leave_the_short_way_only(database)
+    told = client.append_facts([stated(number, (PAIR, ELSEWHERE)[number % 3 == 0]) for number in range(30)])
+    assert [each.offset for each in told[::3]] == list(range(2, 12))
+    assert [each.offset for number, each in enumerate(told) if number % 3] == list(range(2, 22))
+    assert [fact.offset for fact in client.fetch_facts("r", PAIR, 100)] == list(range(1, 22))
+    assert [fact.envelope.message_id for fact in client.fetch_facts("r", ELSEWHERE, 100)] == [
+        "m-there",
+        *(f"m-{number}" for number in range(0, 30, 3)),
+    ]
+
+
+def test_forwarded_facts_that_follow_each_other_go_in_by_columns(store, database):
+    origin, client = MemoryBoundary(), store()
+    origin.append_facts([stated(number) for number in range(30)])
+    sent = origin.fetch_facts("r", PAIR, 100)
+    client.forward_facts(sent[:1])
+    leave_the_short_way_only(database)
+    assert [confirmed(each).offset for each in client.forward_facts(sent[1:])] == list(range(2, 31))
+    assert client.fetch_facts("r", PAIR, 100) == sent
+
+
+def test_within_its_bounds_a_store_takes_a_batch_by_columns_and_beyond_them_one_by_one(store, database):
+    client = store(max_facts=10)
+    client.append_facts([stated("first")])
+    told = client.append_facts([stated(number) for number in range(12)])
+    assert [isinstance(each, BufferFull) for each in told] == [False] * 9 + [True] * 3
+    bytes_of_one = rows(database, "select total from ergon.facts where fact_offset = 1")[0][0]
+    wide = store(max_bytes=1_000_000 + bytes_of_one)
+    leave_the_short_way_only(database)
+    assert [confirmed(each).offset for each in wide.append_facts([stated("x"), stated("y")])] == [11, 12]
+
+
+@pytest.mark.spec("FAC-15")
+def test_a_batch_for_a_store_that_was_put_back_begins_a_new_epoch(store, database):
+    client = store()
+    client.append_facts([stated(number) for number in range(3)])
+    before = client.epoch
+    rows(database, "update ergon.fact_log set last = 1")
+    rows(database, "delete from ergon.facts where fact_offset > 1")
+    rows(database, "delete from ergon.fact_ids where fact_offset > 1")
+    told = client.append_facts([stated("a"), stated("b")])
+    assert [confirmed(each).offset for each in told] == [2, 3]
+    assert client.epoch != before
+    assert {each.epoch for each in told} == {client.epoch}
 
 
 @pytest.mark.spec("FAC-15")
@@ -458,7 +555,7 @@ def test_a_database_without_the_tables_is_told_to_upgrade(postgres):
     with pytest.raises(ConfigurationError, match="ergon db upgrade"):
         PostgresBoundary(dsn, accept_loss=True).open()
     upgrade(dsn, "0003")
-    with pytest.raises(ConfigurationError, match="at revision 0003, facts need 0004; run: ergon db upgrade"):
+    with pytest.raises(ConfigurationError, match="at revision 0003, facts need 0005; run: ergon db upgrade"):
         PostgresBoundary(dsn, accept_loss=True).open()
 
 

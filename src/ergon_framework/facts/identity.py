@@ -40,6 +40,11 @@ def parse(text: str) -> Any:
     if not isinstance(text, str):
         raise InvalidFactError(f"JSON is given as text, not as {type(text).__name__}; use json.dumps")
     try:
+        if text[:1] not in _BLANK:
+            # Without looking for blanks around it, of which there are none in most texts.
+            value, end = _DECODER.raw_decode(text)
+            if end == len(text):
+                return value
         return _DECODER.decode(text)
     except RecursionError:
         raise InvalidFactError(f"the JSON is nested deeper than {DEPTH} levels; make it flatter") from None
@@ -88,6 +93,8 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 _ENDLESS: Final = (float("inf"), float("-inf"))
+#: What may stand before a value; and nothing at all, which stands before none.
+_BLANK: Final = " \t\n\r"
 _DECODER: Final = json.JSONDecoder(
     parse_int=_whole, parse_float=_finite, parse_constant=_constant, object_pairs_hook=_object
 )
@@ -114,7 +121,7 @@ def canonical_parsed(value: Any) -> str:
     8785 has them. Whether it has is seen by what it has written; where that is in doubt, it is written anew.
     """
     try:
-        written = _ENCODER.encode(value)
+        written = _encoded(value)
     except RecursionError:
         return canonical(value)
     return written if _is_beyond_doubt(written) else canonical(value)
@@ -122,7 +129,7 @@ def canonical_parsed(value: Any) -> str:
 
 def _is_beyond_doubt(written: str) -> bool:
     """Whether *written* is canonical for certain: all that the encoder does differently leaves a trace in it."""
-    if written.count("{") + written.count("[") > DEPTH:
+    if len(written) > DEPTH and written.count("{") + written.count("[") > DEPTH:
         return False
     if not written.isascii():
         # Keys are ordered by characters here, which are code units as long as each of them is one.
@@ -138,6 +145,28 @@ def _is_beyond_doubt(written: str) -> bool:
 _ENCODER: Final = json.JSONEncoder(
     ensure_ascii=False, check_circular=False, allow_nan=False, sort_keys=True, separators=(",", ":")
 )
+
+
+def _encoding() -> Callable[[Any], str]:
+    """The encoder without the way to it, which takes as long as a small value does."""
+    make: Any = getattr(json.encoder, "c_make_encoder", None)
+    if make is None:
+        return _ENCODER.encode
+    pieces = make(
+        markers=None,
+        default=_ENCODER.default,
+        encoder=json.encoder.encode_basestring,
+        indent=None,
+        key_separator=":",
+        item_separator=",",
+        sort_keys=True,
+        skipkeys=False,
+        allow_nan=False,
+    )
+    return lambda value: "".join(pieces(value, 0))
+
+
+_encoded: Final = _encoding()
 _ODD: Final = re.compile(r"\.0(?![0-9])|[0-9]e[+-]").search
 
 _WORDS: Final = {None: "null", True: "true", False: "false"}

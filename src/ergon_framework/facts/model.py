@@ -36,7 +36,6 @@ FILE_NAME: Final = 256
 #: Bytes of one artifact: the largest whole number that every reader of JSON understands.
 SIZE: Final = 2**53
 
-_VISIBLE = re.compile(r"[!-~]+").fullmatch
 # Controls, separators of lines, and halves of surrogate pairs.
 _UNFIT = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]").search
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*").fullmatch
@@ -90,7 +89,10 @@ class Cursor(NamedTuple):
     offset: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+_NO_LABELS: Final[Mapping[str, str]] = MappingProxyType({})
+
+
+@dataclass(frozen=True, kw_only=True, init=False)
 class Envelope:
     """What stands around a fact. Only the id and the zones are part of its identity; of the rest the first wins."""
 
@@ -102,21 +104,40 @@ class Envelope:
     causation_id: str | None = None
     labels: Mapping[str, str] = field(default_factory=dict, hash=False)
 
-    def __post_init__(self) -> None:
-        check_message_id(self.message_id)
-        check_zone("from_zone", self.from_zone)
-        check_zone("to_zone", self.to_zone)
-        moment: Any = self.produced_at_unix_ms
+    def __init__(
+        self,
+        *,
+        message_id: str,
+        from_zone: str,
+        to_zone: str,
+        produced_at_unix_ms: int,
+        correlation_id: str | None = None,
+        causation_id: str | None = None,
+        labels: Mapping[str, str] = _NO_LABELS,
+    ) -> None:
+        check_message_id(message_id)
+        check_zone("from_zone", from_zone)
+        check_zone("to_zone", to_zone)
+        moment: Any = produced_at_unix_ms
         if not isinstance(moment, int) or isinstance(moment, bool) or not 0 <= moment <= SIZE:
             raise InvalidFactError(
                 f"produced_at_unix_ms is a whole number of milliseconds since 1970, not {moment!r:.40}"
             )
-        for name in ("correlation_id", "causation_id"):
-            value = getattr(self, name)
-            if value is not None:
-                _check_text(name, value, CORRELATION)
-        # A copy that nobody can change: the caller's mapping is the caller's.
-        object.__setattr__(self, "labels", MappingProxyType(_labels(self.labels)))
+        if correlation_id is not None:
+            _check_text("correlation_id", correlation_id, CORRELATION)
+        if causation_id is not None:
+            _check_text("causation_id", causation_id, CORRELATION)
+        # All at once: one by one, as something frozen is filled, takes three times as long, and there are many.
+        self.__dict__.update(
+            message_id=message_id,
+            from_zone=from_zone,
+            to_zone=to_zone,
+            produced_at_unix_ms=produced_at_unix_ms,
+            correlation_id=correlation_id,
+            causation_id=causation_id,
+            # A copy that nobody can change: the caller's mapping is the caller's.
+            labels=MappingProxyType(_labels(labels)) if len(labels) else _NO_LABELS,
+        )
 
     @property
     def pair(self) -> Pair:
@@ -124,8 +145,7 @@ class Envelope:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A read-only view cannot be pickled.
-        fields = {name: getattr(self, name) for name in self.__slots__} | {"labels": dict(self.labels)}
-        return _rebuilt, (fields,)
+        return _rebuilt, (vars(self) | {"labels": dict(self.labels)},)
 
 
 def _rebuilt(fields: dict[str, Any]) -> Envelope:
@@ -141,7 +161,7 @@ def _labels(labels: Mapping[str, str]) -> dict[str, str]:
     return dict(labels)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False)
 class Fact:
     """A statement: *subject*, *predicate* and an object, as JSON text which is kept as it was given."""
 
@@ -149,20 +169,26 @@ class Fact:
     predicate: str
     object_json: str
 
-    def __post_init__(self) -> None:
-        _check_text("subject", self.subject, SUBJECT)
-        _check_text("predicate", self.predicate, PREDICATE)
-        if not isinstance(self.object_json, str):
-            raise InvalidFactError(f"object_json is JSON as text, not {type(self.object_json).__name__}; see Fact.of")
+    def __init__(self, *, subject: str, predicate: str, object_json: str) -> None:
+        _check_text("subject", subject, SUBJECT)
+        _check_text("predicate", predicate, PREDICATE)
+        given: Any = object_json
+        if not isinstance(given, str):
+            raise InvalidFactError(f"object_json is JSON as text, not {type(given).__name__}; see Fact.of")
         # A character has at most four bytes: most texts need not be encoded to be known to be short enough.
-        longest = 4 * len(self.object_json)
-        if longest > OBJECT_JSON and len(self.object_json.encode(errors="replace")) > OBJECT_JSON:
+        if 4 * len(object_json) > OBJECT_JSON and len(object_json.encode(errors="replace")) > OBJECT_JSON:
             raise InvalidFactError(
                 f"object_json has more than {OBJECT_JSON:,} bytes; store an artifact, and refer to it in the fact"
             )
         # Whatever has no canonical form has no digest, and could never be compared. Made once, and kept.
-        value = parse(self.object_json)
-        self.__dict__.update(_written=canonical_parsed(value), _named=reference(value))
+        value = parse(object_json)
+        self.__dict__.update(
+            subject=subject,
+            predicate=predicate,
+            object_json=object_json,
+            _written=canonical_parsed(value),
+            _named=reference(value),
+        )
 
     @classmethod
     def of(cls, subject: str, predicate: str, object: Any = None) -> Self:  # noqa: A002 - the document's word
@@ -247,7 +273,7 @@ def reference(value: Any) -> ArtifactReference | None:
 # -- what a boundary answers ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False)
 class FactConfirmation:
     """The fact is durable in the store buffer, at an offset that will never change. It says nothing else.
 
@@ -261,6 +287,14 @@ class FactConfirmation:
     digest: str
     buffer: Buffer
     duplicate: bool = False
+
+    def __init__(
+        self, *, message_id: str, offset: int, epoch: str, digest: str, buffer: Buffer, duplicate: bool = False
+    ) -> None:
+        # As that of an envelope.
+        self.__dict__.update(
+            message_id=message_id, offset=offset, epoch=epoch, digest=digest, buffer=buffer, duplicate=duplicate
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,7 +320,7 @@ class StoredFact:
 def check_message_id(message_id: str) -> None:
     """Whether a fact can have that id."""
     given: Any = message_id
-    if not isinstance(given, str) or not 1 <= len(message_id) <= MESSAGE_ID or not _VISIBLE(message_id):
+    if not isinstance(given, str) or not 1 <= len(given) <= MESSAGE_ID or not _is_visible(given):
         raise InvalidFactError(
             f"a message_id has 1 to {MESSAGE_ID} visible ASCII characters and no blanks, and is not "
             f"{_shown(message_id)}; business_id() makes one of any business fields"
@@ -332,8 +366,17 @@ def check_place(bucket: str, key: str) -> None:
         )
 
 
+def _is_visible(text: str) -> bool:
+    """Whether it has only visible characters of ASCII."""
+    return text.isascii() and text.isprintable() and " " not in text
+
+
 def _check_text(name: str, value: str, longest: int, *, least: int = 1) -> None:
-    if not isinstance(value, str):
+    given: Any = value
+    # Whatever can be printed is fit, and this is known at once; some of what cannot is fit too, such as broad blanks.
+    if isinstance(given, str) and least <= len(given) <= longest and given.isprintable():
+        return
+    if not isinstance(given, str):
         raise InvalidFactError(f"{name} is a text, not {type(value).__name__}")
     if not least <= len(value) <= longest:
         raise InvalidFactError(f"{name} has {least} to {longest} characters, not {len(value)}: {_shown(value)}")

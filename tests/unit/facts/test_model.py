@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import fields
 
 import pytest
 
@@ -163,7 +164,9 @@ def test_each_side_has_a_store_buffer_and_a_forward_buffer():
 
 @pytest.mark.spec("FAC-02")
 def test_a_confirmation_says_no_more_than_where_the_fact_is():
-    assert set(FactConfirmation.__slots__) == {"message_id", "offset", "epoch", "digest", "buffer", "duplicate"}
+    said = {"message_id": "m", "offset": 1, "epoch": "e", "digest": "d", "buffer": Buffer.ESB, "duplicate": False}
+    assert {field.name for field in fields(FactConfirmation)} == set(said)
+    assert vars(FactConfirmation(**said)) == said
 
 
 def test_contiguous_is_without_a_gap():

@@ -49,29 +49,30 @@ def append_fact(envelope: Envelope, fact: Fact) -> Asked[FactConfirmation]:
 
 def append_facts(facts: Sequence[Appending]) -> Iterator[Asked[Sequence[Appended]]]:
     """As many calls as the limits of one call make necessary."""
-    batch: list[wire.Appending] = []
-    size = 0
+    request = wire.AppendFactsRequest()
+    count = size = 0
     for envelope, fact in facts:
-        message = messages.write_appending(envelope, fact)
+        # Written where it belongs: copying it there takes as long again.
+        message = messages.write_appending(envelope, fact, request.facts.add())
         more = message.ByteSize() + _FRAME
-        if batch and (len(batch) >= FACTS or size + more > MESSAGE):
-            yield _append_batch(batch)
-            batch, size = [], 0
-        batch.append(message)
+        if count and (count >= FACTS or size + more > MESSAGE):
+            following = wire.AppendFactsRequest(facts=[message])
+            del request.facts[-1]
+            yield _append_batch(request, count)
+            request, count, size = following, 0, 0
+        count += 1
         size += more
-    if batch:
-        yield _append_batch(batch)
+    if count:
+        yield _append_batch(request, count)
 
 
-def _append_batch(batch: list[wire.Appending]) -> Asked[Sequence[Appended]]:
-    asked = len(batch)
-
+def _append_batch(request: wire.AppendFactsRequest, asked: int) -> Asked[Sequence[Appended]]:
     def read(answer: wire.AppendFactsAnswer) -> Sequence[Appended]:
         if len(answer.results) != asked:
             raise ServiceFailed(f"{asked} facts had {len(answer.results)} answers; append them again")
         return [_appended(result) for result in answer.results]
 
-    return Asked("AppendFacts", wire.AppendFactsRequest(facts=batch), wire.AppendFactsAnswer, read)
+    return Asked("AppendFacts", request, wire.AppendFactsAnswer, read)
 
 
 def _appended(result: wire.Appended) -> Appended:

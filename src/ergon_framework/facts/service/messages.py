@@ -5,6 +5,8 @@ Whatever is read is made anew by the model, which checks it: nothing that is mal
 
 from __future__ import annotations
 
+from typing import Final
+
 from google.protobuf.message import Message
 
 from ergon_framework.facts.boundary import Appending, Behind, BoundaryCapabilities, LogState
@@ -26,6 +28,8 @@ from ergon_framework.facts.service import boundary_pb2 as wire
 
 #: The longest name of an epoch that is read.
 EPOCH = 128
+
+_BUFFERS: Final = {buffer.value: buffer for buffer in Buffer}
 
 
 def written(message: Message) -> bytes:
@@ -57,6 +61,7 @@ def _fill(message: wire.Appending | wire.StoredFact, envelope: Envelope, fact: F
 
 
 def read_envelope(message: wire.Envelope) -> Envelope:
+    labels = message.labels
     return Envelope(
         message_id=message.message_id,
         from_zone=message.from_zone,
@@ -64,7 +69,7 @@ def read_envelope(message: wire.Envelope) -> Envelope:
         produced_at_unix_ms=message.produced_at_unix_ms,
         correlation_id=message.correlation_id if message.HasField("correlation_id") else None,
         causation_id=message.causation_id if message.HasField("causation_id") else None,
-        labels=dict(message.labels) if len(message.labels) else {},
+        labels=dict(labels) if len(labels) else {},
     )
 
 
@@ -72,28 +77,37 @@ def read_fact(message: wire.Fact) -> Fact:
     return Fact(subject=message.subject, predicate=message.predicate, object_json=message.object_json)
 
 
-def write_appending(envelope: Envelope, fact: Fact) -> wire.Appending:
-    message = wire.Appending()
+def write_appending(envelope: Envelope, fact: Fact, message: wire.Appending | None = None) -> wire.Appending:
+    """Written into *message*, which may be one of many in another one, or into a new one."""
+    if message is None:
+        message = wire.Appending()
     _fill(message, envelope, fact)
     return message
 
 
 def read_appending(message: wire.Appending) -> Appending:
-    for name in ("envelope", "fact"):
-        if not message.HasField(name):
-            raise InvalidFactError(f"a fact that is appended has an {name} of its own, and this one has none")
-    return read_envelope(message.envelope), read_fact(message.fact)
+    try:
+        return read_envelope(message.envelope), read_fact(message.fact)
+    except InvalidFactError as error:
+        # Looked at only now: what is not there reads as if it were empty, which neither of them can be.
+        for name in ("envelope", "fact"):
+            if not message.HasField(name):
+                said = f"a fact that is appended has an {name} of its own, and this one has none"
+                raise InvalidFactError(said) from error
+        raise
 
 
-def write_confirmation(confirmation: FactConfirmation) -> wire.Confirmation:
-    return wire.Confirmation(
-        message_id=confirmation.message_id,
-        offset=confirmation.offset,
-        epoch=confirmation.epoch,
-        digest=confirmation.digest,
-        buffer=confirmation.buffer.value,
-        duplicate=confirmation.duplicate,
-    )
+def write_confirmation(confirmation: FactConfirmation, message: wire.Confirmation | None = None) -> wire.Confirmation:
+    """Written into *message*, or into a new one."""
+    if message is None:
+        message = wire.Confirmation()
+    message.message_id = confirmation.message_id
+    message.offset = confirmation.offset
+    message.epoch = confirmation.epoch
+    message.digest = confirmation.digest
+    message.buffer = confirmation.buffer.value
+    message.duplicate = confirmation.duplicate
+    return message
 
 
 def read_confirmation(message: wire.Confirmation) -> FactConfirmation:
@@ -102,7 +116,7 @@ def read_confirmation(message: wire.Confirmation) -> FactConfirmation:
         offset=message.offset,
         epoch=message.epoch,
         digest=message.digest,
-        buffer=Buffer(message.buffer),
+        buffer=_BUFFERS.get(message.buffer) or Buffer(message.buffer),
         duplicate=message.duplicate,
     )
 

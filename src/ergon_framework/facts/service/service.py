@@ -74,7 +74,10 @@ class BoundaryService:
         self._access.append(who, {envelope.from_zone for envelope, _ in sound})
         stored = iter(await self._store.append_facts_async(sound) if sound else ())
         results = [each if isinstance(each, FactError) else next(stored) for each in given]
-        return wire.AppendFactsAnswer(results=map(_written, results))
+        answer = wire.AppendFactsAnswer()
+        for result in results:
+            _write(answer.results.add(), result)
+        return answer
 
     async def _get_fact(self, who: Identity, data: bytes) -> Message:
         from_zone, message_id = requests.get_fact(data)
@@ -276,10 +279,11 @@ class BoundaryService:
         self._revoked.check(who)
 
 
-def _written(result: Appended) -> wire.Appended:
+def _write(message: wire.Appended, result: Appended) -> None:
     if isinstance(result, FactConfirmation):
-        return wire.Appended(confirmation=messages.write_confirmation(result))
-    return wire.Appended(fault=faults.write(result))
+        messages.write_confirmation(result, message.confirmation)
+    else:
+        message.fault.CopyFrom(faults.write(result))
 
 
 def _cursor(found: Any) -> Message:

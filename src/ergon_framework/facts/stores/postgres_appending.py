@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Any, Final, TypeAlias
 
 from psycopg import errors
 
 from ergon_framework.errors import ConnectionLost
 from ergon_framework.facts.boundary import Appended
 from ergon_framework.facts.model import FactConfirmation, Pair, Side
-from ergon_framework.facts.stores.postgres_batch import Answer, Answers, Item, written
-from ergon_framework.facts.stores.postgres_statements import APPEND, APPEND_ONE, GET
+from ergon_framework.facts.stores.postgres_batch import Answer, Answers, Item, labels_written, written
+from ergon_framework.facts.stores.postgres_columns import columns
+from ergon_framework.facts.stores.postgres_statements import APPEND, APPEND_ONE, APPEND_PLAIN, GET
 from ergon_framework.facts.stores.postgres_store import TRIES, Known, Store
 from ergon_framework.schema.operation import Operation, Query, Text
 
@@ -21,6 +22,17 @@ _STALE: Final = "stale"
 _BEHIND: Final = "behind"
 #: How a statement is told yes and no.
 _WORD: Final = {True: "true", False: "false"}
+
+#: An answer for each, or one of the two words above.
+_Found: TypeAlias = list[Any] | str
+
+
+def _read(found: str) -> _Found:
+    return found if found in (_STALE, _BEHIND) else list(json.loads(found))
+
+
+def _seen(store: Store, items: Sequence[Item]) -> dict[Pair, int]:
+    return {pair: store.seen(pair) for pair in {item.pair for item in items}}
 
 
 class Appending:
@@ -43,23 +55,35 @@ class Appending:
         for _ in range(TRIES):
             known = yield from store.opened()
             try:
-                found = (yield from self._one(store, known, items)) or (yield from self._all(store, known, items))
+                found = (yield from self._everyday(store, known, items)) or (yield from self._all(store, known, items))
             except (errors.UniqueViolation, errors.DeadlockDetected, errors.CheckViolation):
                 # At the same moment somebody has sent one of these ids, or made the partition; nothing was done.
                 continue
             if found == _STALE:
                 yield from store.recognised()
-            elif found == _BEHIND:
+            elif isinstance(found, str):
                 yield from store.went_back(known)
             else:
-                return self._told(store, known, items, json.loads(found))
+                return self._told(store, known, items, found)
         raise ConnectionLost("the store became another one while facts were appended; append again")
 
-    def _one(self, store: Store, known: Known, items: Sequence[Item]) -> Operation[str | None]:
-        """The short way; None if it is not for these. Behind a pooler it would be planned anew for each."""
-        item = items[0]
-        if len(items) > 1 or not item.is_plain or self._bounds != (None, None) or not store.lines.direct:
+    def _everyday(self, store: Store, known: Known, items: Sequence[Item]) -> Operation[_Found | None]:
+        """A short way; None if it is not for these, and nothing was done.
+
+        Behind a pooler that of a single fact would be planned anew for each.
+        """
+        if len(items) == 1 and items[0].is_plain and self._bounds == (None, None) and store.lines.direct:
+            return (yield from self._one(store, known, items[0]))
+        batch = columns(items, _seen(store, items))
+        if batch is None:
             return None
+        forwarding = _WORD[items[0].origin is not None]
+        how = self._now(), *self._bounds, _WORD[not store.accept_loss]
+        ((found,),) = yield Text(APPEND_PLAIN, (known.token, batch.pairs, forwarding, *how, *batch.texts))
+        lasts = None if found is None else _read(found)
+        return batch.offsets(lasts) if isinstance(lasts, list) else lasts
+
+    def _one(self, store: Store, known: Known, item: Item) -> Operation[_Found | None]:
         ((found,),) = yield Text(
             APPEND_ONE,
             (
@@ -68,7 +92,7 @@ class Appending:
                 str(store.seen(item.pair)),
                 known.epoch,
                 item.envelope.message_id,
-                item.columns["digest"],
+                item.digits,
                 self._now(),
                 str(item.envelope.produced_at_unix_ms),
                 item.fact.subject,
@@ -78,31 +102,28 @@ class Appending:
                 _WORD[not store.accept_loss],
                 item.envelope.correlation_id,
                 item.envelope.causation_id,
-                item.columns.get("labels"),
+                labels_written(item.envelope),
             ),
         )
-        return None if found is None else f"[{found}]"
+        return None if found is None else [int(found)]
 
-    def _all(self, store: Store, known: Known, items: Sequence[Item]) -> Operation[str]:
-        pairs, facts = written(items, {pair: store.seen(pair) for pair in {item.pair for item in items}})
+    def _all(self, store: Store, known: Known, items: Sequence[Item]) -> Operation[_Found]:
+        pairs, facts = written(items, _seen(store, items))
         careful = len({item.identity for item in items}) < len(items)
         how = _WORD[not store.accept_loss], _WORD[careful]
         forwarding = _WORD[items[0].origin is not None]
         ((found,),) = yield Text(APPEND, (known.token, pairs, facts, forwarding, self._now(), *self._bounds, *how))
-        answer: str = found
-        return answer
+        return _read(found)
 
     def _now(self) -> str:
         return str(int(self._wall() * 1000))
 
     def _told(self, store: Store, known: Known, items: Sequence[Item], answers: Sequence[Answer]) -> list[Appended]:
-        last: dict[Pair, int] = {}
-        for item, answer in zip(items, answers, strict=True):
-            if isinstance(answer, int):
-                last[item.pair] = answer
+        last = {item.pair: answer for item, answer in zip(items, answers, strict=True) if isinstance(answer, int)}
         for pair, offset in last.items():
             store.see(pair, offset)
-        return [self._answers.told(item, answer, known.epoch) for item, answer in zip(items, answers, strict=True)]
+        told = self._answers.told
+        return [told(item, answer, known.epoch) for item, answer in zip(items, answers, strict=True)]
 
     def get(self, store: Store, from_zone: str, message_id: str) -> Operation[FactConfirmation | None]:
         """What was confirmed for an id."""

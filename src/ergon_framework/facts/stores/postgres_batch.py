@@ -36,9 +36,9 @@ class Item(NamedTuple):
     fact: Fact
     pair: Pair
     digest: str
-    #: The columns, by the names that the function gives them.
-    columns: dict[str, Any]
     bytes: int
+    #: Whether the bytes of the artifact that it names are not here.
+    is_lacking: bool = False
     #: As it came from another store; None of one that is appended.
     origin: StoredFact | None = None
 
@@ -46,6 +46,11 @@ class Item(NamedTuple):
     def identity(self) -> tuple[str, str]:
         """By what it is told from all others."""
         return self.envelope.from_zone, self.envelope.message_id
+
+    @property
+    def digits(self) -> str:
+        """The digest without the name of its algorithm."""
+        return self.digest[len(_ALGORITHM) :]
 
     @property
     def is_plain(self) -> bool:
@@ -60,7 +65,9 @@ def appending(facts: Iterable[Appending], absent: frozenset[str]) -> list[Item]:
 
 def plain(envelope: Envelope, fact: Fact) -> Item:
     """One fact to be appended, which is about no artifact."""
-    return _item(envelope, fact, digest_of(envelope, fact), frozenset())
+    text = fact.object_json
+    size = len(text) if text.isascii() else len(text.encode())
+    return Item(envelope, fact, envelope.pair, digest_of(envelope, fact), size)
 
 
 def forwarding(facts: Iterable[StoredFact], absent: frozenset[str]) -> list[Item]:
@@ -75,35 +82,18 @@ def _forwarded(stored: StoredFact, absent: frozenset[str]) -> Item:
                 f"the fact {stored.envelope.message_id!r} comes with {name} {getattr(stored, name)!r:.40}, which no "
                 "store can have given"
             )
-    item = _item(stored.envelope, stored.fact, stored.digest, absent)
-    item.columns.update(at=stored.offset, epoch=stored.epoch, stored=stored.stored_at_unix_ms)
-    return item._replace(origin=stored)
+    hexadecimal(stored.digest)
+    return _item(stored.envelope, stored.fact, stored.digest, absent, origin=stored)
 
 
-def _item(envelope: Envelope, fact: Fact, digest: str, absent: frozenset[str]) -> Item:
+def _item(
+    envelope: Envelope, fact: Fact, digest: str, absent: frozenset[str], origin: StoredFact | None = None
+) -> Item:
     text = fact.object_json
     size = len(text) if text.isascii() else len(text.encode())
-    columns: dict[str, Any] = {
-        "id": envelope.message_id,
-        "digest": hexadecimal(digest),
-        "produced": envelope.produced_at_unix_ms,
-        "subject": fact.subject,
-        "predicate": fact.predicate,
-        "object": text,
-        "size": size,
-    }
-    if envelope.correlation_id is not None:
-        columns["correlation"] = envelope.correlation_id
-    if envelope.causation_id is not None:
-        columns["causation"] = envelope.causation_id
-    if envelope.labels:
-        columns["labels"] = json.dumps(dict(envelope.labels), ensure_ascii=False)
     reference = fact.artifact
-    if reference is not None:
-        # Nothing has an empty digest: what is not here is refused, unless the fact is known.
-        content = "" if reference.digest in absent else hexadecimal(reference.digest)
-        columns.update(bucket=reference.bucket, key=reference.key, content=content, length=reference.size)
-    return Item(envelope, fact, envelope.pair, digest, columns, size)
+    lacking = reference is not None and reference.digest in absent
+    return Item(envelope, fact, envelope.pair, digest, size, lacking, origin)
 
 
 def hexadecimal(digest: str) -> str:
@@ -118,8 +108,43 @@ def written(items: Sequence[Item], seen: dict[Pair, int]) -> tuple[str, str]:
     """The pairs of *items*, in the order in which they are locked, and the facts; both as JSON."""
     pairs = sorted({item.pair for item in items})
     places = {pair: place for place, pair in enumerate(pairs, 1)}
-    facts = [{"p": places[item.pair], **item.columns} for item in items]
+    facts = [_columns(places[item.pair], item) for item in items]
     return _json([[*pair, seen.get(pair, 0)] for pair in pairs]), _json(facts)
+
+
+def _columns(place: int, item: Item) -> dict[str, Any]:
+    """One fact, by the names that the function gives its columns; *place* is that of its pair."""
+    envelope, fact = item.envelope, item.fact
+    columns: dict[str, Any] = {
+        "p": place,
+        "id": envelope.message_id,
+        "digest": item.digits,
+        "produced": envelope.produced_at_unix_ms,
+        "subject": fact.subject,
+        "predicate": fact.predicate,
+        "object": fact.object_json,
+        "size": item.bytes,
+    }
+    if envelope.correlation_id is not None:
+        columns["correlation"] = envelope.correlation_id
+    if envelope.causation_id is not None:
+        columns["causation"] = envelope.causation_id
+    if envelope.labels:
+        columns["labels"] = labels_written(envelope)
+    reference = fact.artifact
+    if reference is not None:
+        # Nothing has an empty digest: what is not here is refused, unless the fact is known.
+        content = "" if item.is_lacking else hexadecimal(reference.digest)
+        columns.update(bucket=reference.bucket, key=reference.key, content=content, length=reference.size)
+    stored = item.origin
+    if stored is not None:
+        columns.update(at=stored.offset, epoch=stored.epoch, stored=stored.stored_at_unix_ms)
+    return columns
+
+
+def labels_written(envelope: Envelope) -> str | None:
+    """The labels of a fact as they are kept; None if it has none."""
+    return json.dumps(dict(envelope.labels), ensure_ascii=False) if envelope.labels else None
 
 
 def _json(value: Any) -> str:
@@ -131,7 +156,8 @@ class Answers:
 
     def __init__(self, side: Side, *, max_facts: int | None, max_bytes: int | None) -> None:
         self._side = side
-        self._other = Side.OUTER if side is Side.INNER else Side.INNER
+        other = Side.OUTER if side is Side.INNER else Side.INNER
+        self._appended, self._arrived = side.store_buffer, other.store_buffer
         self._max_facts = max_facts
         self._max_bytes = max_bytes
 
@@ -145,7 +171,7 @@ class Answers:
                 epoch=epoch if origin is None else origin.epoch,
                 digest=item.digest,
                 # Where it was appended: a confirmation is about a store buffer, of a forwarded fact the other side's.
-                buffer=(self._side if origin is None else self._other).store_buffer,
+                buffer=self._appended if origin is None else self._arrived,
             )
         word, *rest = answer
         return self._otherwise(item, word, rest)
@@ -186,7 +212,7 @@ class Answers:
             offset=offset,
             epoch=epoch,
             digest=f"{_ALGORITHM}{digest}",
-            buffer=(self._other if forwarded else self._side).store_buffer,
+            buffer=self._arrived if forwarded else self._appended,
             duplicate=True,
         )
 

@@ -49,7 +49,7 @@ class _Request:
 
     def __init__(self, items: Sequence[Item]) -> None:
         self.items = items
-        self.bytes = sum(item.bytes for item in items)
+        self.bytes = items[0].bytes if len(items) == 1 else sum(item.bytes for item in items)
         self.answers: Sequence[Appended] | None = None
         self.error: BaseException | None = None
         #: Whom an event loop wakes; threads have their turn instead.

@@ -34,6 +34,11 @@ BEGIN_EPOCH: Final = "select ergon.begin_fact_epoch(%(was)s, %(side)s, %(why)s, 
 #: Numbered, because what it takes and gives is text.
 APPEND: Final = "select ergon.append_facts($1, $2, $3, $4, $5, $6, $7, $8, $9)"
 
+#: The same for a batch about which nothing is odd, by columns; null if something is, and nothing was done.
+APPEND_PLAIN: Final = """
+select ergon.append_plain_facts($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, $18)
+"""
+
 #: The same for the everyday case: one fact, about no artifact, whose id is new, of a pair that has some, without
 #: bounds. In every other case it does nothing and says so, and what is to be done is decided by the function. Two who
 #: append the same id at once both get here, and the second one's insert fails.

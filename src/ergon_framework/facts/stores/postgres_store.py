@@ -24,8 +24,8 @@ from ergon_framework.schema.revisions import suffices
 
 _log = logging.getLogger(__name__)
 
-#: The revision that brought the tables.
-_NEEDED: Final = "0004"
+#: The revision that brought the last of what is called here.
+_NEEDED: Final = "0005"
 #: How often a store may turn out to be another one in the middle of a call.
 TRIES: Final = 5
 
