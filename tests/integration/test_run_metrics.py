@@ -25,7 +25,8 @@ class Fed(MemoryConnector):
     def fetch_transactions(self, batch_size, **extra):
         while Path(f"more-{self.fed + 1}").exists():
             self.fed += 1
-            self.dispatch([Transaction(f"order-{os.getpid()}-{self.fed}-{n}", {}, created_at=time.time()) for n in range(10)])
+            now, name = time.time(), f"order-{os.getpid()}-{self.fed}"
+            self.dispatch([Transaction(f"{name}-{n}", {}, created_at=now) for n in range(10)])
         return super().fetch_transactions(batch_size, **extra)
 
     async def fetch_transactions_async(self, batch_size, **extra):

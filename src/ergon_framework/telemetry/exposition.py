@@ -28,13 +28,20 @@ _OUTCOMES: Final = (
 #: metric the one that says whose series there are, how many of its attributes they share, and what the others are.
 _ZEROS: Final[tuple[tuple[Metric, Metric, int, tuple[tuple[str, ...], ...]], ...]] = (
     (names.TRANSACTIONS, names.PROCESSES, 1, _OUTCOMES),
-    (names.RETRIES, names.PROCESSES, 1, (("process",),)),
-    (names.FAILED_FETCHES, names.PROCESSES, 1, ((),)),
-    (names.ABANDONED, names.PROCESSES, 1, ((),)),
-    (names.PROCESSES_DIED, names.PROCESSES, 1, ((),)),
+    *((metric, names.PROCESSES, 1, (("process",),)) for metric in (names.RETRIES, names.WAITED, names.BLOCKED)),
+    *((metric, names.PROCESSES, 1, ((),)) for metric in (names.EMPTY_FETCHES, names.FAILED_FETCHES, names.ABANDONED)),
+    *((metric, names.PROCESSES, 1, ((),)) for metric in (names.FENCED, names.BREACHES, names.PROCESSES_DIED)),
+    (names.REFUSED, names.PROCESSES, 1, (("done",), ("expired",), ("max_deliveries",), ("undecodable",))),
+    (names.SETTLED, names.PROCESSES, 1, (("settled",), ("lost",), ("failed",))),
+    (names.PROVIDER_ATTEMPTS, names.PROVIDER_ATTEMPTS, 2, (("failed", "circuit_open"), ("failed", "quota_exhausted"))),
     (names.PROVIDER_BREAKERS, names.PROVIDER_ATTEMPTS, 2, (("closed",), ("half_open",), ("open",))),
     (names.PROVIDER_ROWS_DROPPED, names.PROVIDER_ATTEMPTS, 2, (("full",), ("refused",), ("doubt",), ("closed",))),
+    *((metric, names.EXECUTORS, 1, ((),)) for metric in (names.EXECUTORS_STARTED, names.EXECUTORS_FAILED)),
+    *((metric, names.EXECUTORS, 1, ((),)) for metric in (names.EXECUTORS_RETIRED, names.EXECUTORS_KILLED)),
+    (names.EXECUTORS_DIED, names.EXECUTORS, 1, ((),)),
+    (names.JOBS, names.JOBS, 1, (("succeeded",), ("retried",), ("failed",), ("killed",), ("given_back",), ("stale",))),
     (names.FACTS, names.FACTS, 1, (("stored",), ("repeated",), ("conflict",), ("refused",), ("full",))),
+    (names.REPLICA_TROUBLES, names.REPLICA_FACTS, 3, (("unreachable",), ("unwritable",), ("faulty",), ("full",))),
 )
 
 
