@@ -58,7 +58,7 @@ def receiver():
 
 def run(folder, source, **environ):
     (folder / "app.py").write_text(source, encoding="utf-8")
-    done = subprocess.run(ERGON, cwd=folder, env=environ, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(ERGON, cwd=folder, env=environ, capture_output=True, text=True, check=False, timeout=150)
     return done.returncode, done.stdout + done.stderr
 
 

@@ -10,7 +10,6 @@ import urllib.request
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from ergon_framework.runner.exits import Exit
 from tests.integration.running import Running
 from tests.integration.test_run_probes import port_of
 
@@ -27,6 +26,8 @@ class Fed(MemoryConnector):
             self.fed += 1
             now, name = time.time(), f"order-{os.getpid()}-{self.fed}"
             self.dispatch([Transaction(f"{name}-{n}", {}, created_at=now) for n in range(10)])
+        if Path("die").exists() and Path("die").read_text() == str(os.getpid()):
+            raise RuntimeError("a defect of the queue")
         return super().fetch_transactions(batch_size, **extra)
 
     async def fetch_transactions_async(self, batch_size, **extra):
@@ -35,6 +36,7 @@ class Fed(MemoryConnector):
 queue = Fed("orders")
 RULES = ConsumerPolicy.load({
     "loop": {"streaming": True, "drain_timeout": 0.4, "empty_queue": {"backoff": 0.05, "cap": 0.05}},
+    "steps": {"fetch": {"retry": {"max_attempts": 1}}},
 })
 Path(f"pid-{os.getpid()}").touch()
 """
@@ -54,7 +56,7 @@ def metrics(port):
 
 def until(port, expected):
     """Wait until the series are as *expected*, and see that no counter goes back on the way."""
-    end = time.monotonic() + 30
+    end = time.monotonic() + PATIENCE
     last = {}
     while True:
         found = metrics(port)
@@ -68,6 +70,7 @@ def until(port, expected):
         time.sleep(0.05)
 
 
+PATIENCE = 90.0
 DONE = ("ergon_transactions_total", "succeeded", "task")
 DIED = ("ergon_processes_died_total", "task")
 UP = ("ergon_processes", "task")
@@ -89,8 +92,28 @@ def test_processes_are_added_up_and_what_a_killed_one_has_counted_stays(tmp_path
         (tmp_path / "more-2").touch()
         found = until(port, {UP: 2, DONE: 50, DIED: 1})
         assert found[WAITS] > 0
-        process.send(signal.SIGTERM)
-        assert process.ended()[0] == Exit.OK
+
+
+@pytest.mark.spec("RUN-04")
+def test_the_last_word_of_a_process_that_ends_by_itself_is_heard(tmp_path):
+    # After the first word of each, no further one is due while the test lasts.
+    (tmp_path / "ergon.toml").write_text("[run.probes]\ninterval = 60\n[run.restart]\nbackoff = 0.05\n")
+    handle = """
+def task(order):
+    with open(f"handled-{os.getpid()}", "a") as file:
+        file.write("x")
+"""
+    source = TASK + "\n@consumer(queue, policy=RULES)" + handle
+    with Running(tmp_path, source, "--probe-port", "0", "--processes", "2") as process:
+        port = port_of(process)
+        (tmp_path / "more-1").touch()
+        end = time.monotonic() + PATIENCE
+        while not (done := [path for path in tmp_path.glob("handled-*") if path.stat().st_size == 10]):
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        (tmp_path / "die").write_text(done[0].name.removeprefix("handled-"), encoding="utf-8")
+        found = until(port, {DIED: 1})
+        assert found[DONE] >= 10
 
 
 @pytest.mark.spec("RUN-04")
@@ -103,5 +126,3 @@ def test_one_process_tells_what_it_counts_and_how_full_its_queue_is(tmp_path, fl
         (tmp_path / "more-1").touch()
         found = until(port, {UP: 1, DONE: 10, DIED: 0, ("ergon_queue_depth", "ready", "task"): 0})
         assert ("ergon_queue_lag_seconds", "task") in found
-        process.send(signal.SIGTERM)
-        assert process.ended()[0] == Exit.OK

@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextvars import Context, ContextVar
 from typing import Any, Final
 
@@ -57,7 +57,9 @@ class Observer:
         tally.attempted(row)
         metric = _HOLDING.get(type(error))
         if metric is None:
-            tally.free(row.capability, row.tenant_id)
+            # A call that failed had its quota; that the breaker is closed only a success says.
+            freed = (names.PROVIDER_EXHAUSTED,) if error is not None else tuple(_HOLDING.values())
+            tally.free(row.capability, row.tenant_id, freed)
         else:
             seconds = 0.0 if error is None or error.retry_after is None else error.retry_after
             tally.hold(metric, row.capability, row.tenant_id, seconds=seconds)
@@ -201,11 +203,11 @@ class Tally(Counts):
             while len(self._held) > _REMEMBERED:
                 del self._held[next(iter(self._held))]
 
-    def free(self, capability: str, tenant_id: str) -> None:
-        """A call was made: nothing holds it back."""
+    def free(self, capability: str, tenant_id: str, metrics: Iterable[Metric]) -> None:
+        """These do not hold the calls of *tenant_id* back."""
         if self._held:
             with self._lock:
-                for metric in _HOLDING.values():
+                for metric in metrics:
                     self._held.pop((metric.name, capability, tenant_id), None)
 
     def gauged(self) -> Numbers:

@@ -277,10 +277,11 @@ def clock(monkeypatch):
 @pytest.mark.spec("RUN-04")
 def test_a_breaker_is_told_to_be_open_until_its_cooldown_is_over(clock):
     some = provider(*[down() for _ in range(4)])
+    some.policy = ProviderPolicy(retry=QUICK.retry, breaker=BreakerPolicy(failure_threshold=4))
     assert held(some, names.PROVIDER_OPEN) == []
     execute_and_fail(some)
     assert held(some, names.PROVIDER_OPEN) == [0]
-    execute_and_fail(some)
+    execute_and_fail(some)  # its last attempt opens it, and none is refused
     assert held(some, names.PROVIDER_OPEN) == [1]
     assert held(some, names.PROVIDER_EXHAUSTED) == [0]
     clock[0] += QUICK.breaker.open_cooldown_seconds + 0.1
@@ -304,9 +305,9 @@ def test_a_quota_is_told_to_be_used_up_until_a_call_is_made_again(clock):
 def test_what_holds_one_tenant_back_is_told_while_others_are_well(clock):
     tally = tally_of(f"tenants-{next(numbers)}")
     tally.hold(names.PROVIDER_OPEN, "charging", "acme", seconds=5.0)
-    tally.free("charging", "other")
+    tally.free("charging", "other", [names.PROVIDER_OPEN])
     assert tally.gauged() == {(names.PROVIDER_OPEN.name, ("charging",)): 1}
-    tally.free("charging", "acme")
+    tally.free("charging", "acme", [names.PROVIDER_OPEN])
     assert tally.gauged() == {}
 
 
