@@ -67,7 +67,7 @@ def until(port, expected):
         if {key: found.get(key) for key in expected} == expected:
             return found
         assert time.monotonic() < end, {key: found.get(key) for key in expected}
-        time.sleep(0.05)
+        time.sleep(0.2)
 
 
 PATIENCE = 90.0
@@ -80,7 +80,7 @@ WAITS = ("ergon_queue_wait_seconds_count", "task")
 @pytest.mark.spec("RUN-04")
 @pytest.mark.parametrize("flavour", ["def", "async def"])
 def test_processes_are_added_up_and_what_a_killed_one_has_counted_stays(tmp_path, flavour):
-    (tmp_path / "ergon.toml").write_text("[run.probes]\ninterval = 0.05\n[run.restart]\nbackoff = 0.05\n")
+    (tmp_path / "ergon.toml").write_text("[run.probes]\ninterval = 0.2\n[run.restart]\nbackoff = 0.05\n")
     source = TASK + f"\n@consumer(queue, policy=RULES)\n{flavour} task(order): ...\n"
     with Running(tmp_path, source, "--probe-port", "0", "--processes", "2") as process:
         port = port_of(process)
