@@ -8,11 +8,8 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Final
 
-from ergon_framework.connectors.base import Depth
 from ergon_framework.connectors.bridge import as_async, as_sync
-from ergon_framework.task.relay import AsyncRelay, Relay
-from ergon_framework.telemetry.metrics import registry_of
-from ergon_framework.telemetry.options import options_of
+from ergon_framework.task.relay import AsyncRelay, Relay, tell_depth
 
 #: How long the end of a run waits for a look that has begun: a fraction of what a process has for its end.
 _LEAVE: Final = 0.2
@@ -53,35 +50,25 @@ async def measured_async(task: Any, every: float | None) -> AsyncIterator[None]:
     finally:
         looking.cancel()
         await asyncio.wait([looking], timeout=_LEAVE)
-        tell(task, None)
-
-
-def tell(task: Any, depth: Depth | None) -> None:
-    """Have *depth* in the metrics; None takes out what is there."""
-    registry = registry_of(options_of(task).meter_provider)
-    if depth is None:
-        registry.level(task.name, None)
-        return
-    by_state = {"ready": depth.ready, "delayed": depth.delayed, "in_flight": depth.in_flight, "dead": depth.dead}
-    registry.level(task.name, by_state, depth.oldest_age)
+        tell_depth(task, None)
 
 
 def _look(task: Any, every: float, over: threading.Event) -> None:
     source = as_sync(task.connector)
     while not over.is_set():
         try:
-            tell(task, source.depth())
+            tell_depth(task, source.depth())
         except Exception:  # noqa: BLE001 - how much there is is unknown then, and fetching says why
-            tell(task, None)
+            tell_depth(task, None)
         over.wait(every)
-    tell(task, None)
+    tell_depth(task, None)
 
 
 async def _look_async(task: Any, every: float) -> None:
     source = as_async(task.connector)
     while True:
         try:
-            tell(task, await source.depth_async())
+            tell_depth(task, await source.depth_async())
         except Exception:  # noqa: BLE001 - as its twin
-            tell(task, None)
+            tell_depth(task, None)
         await asyncio.sleep(every)
