@@ -62,6 +62,7 @@ EXAMS += tests/integration/test_provider_fleet.py
 EXAMS += $(addprefix tests/integration/test_,contents_killed.py s3_contents.py facts_postgres.py replication.py)
 EXAMS += $(addprefix tests/integration/test_facts_,killed.py consumer_killed.py)
 EXAMS += $(addprefix tests/properties/test_,fact_store.py replicas.py)
+EXAMS += $(addprefix tests/integration/test_,alerts.py dashboards.py)
 DOCUMENTS := tests/docs/test_snippets.py
 APART := $(patsubst %,--ignore=%,$(EXAMS) $(RABBITMQ))
 

@@ -78,6 +78,7 @@ STORAGE = {"psycopg", "psycopg_pool", "grpc", "grpc_health", "google"}
 EXCEPTIONS: dict[str, set[str]] = {
     "runner.settings": PYDANTIC,
     "runner.sources": PYDANTIC,
+    "runner.exporting": {"opentelemetry"},
     **{f"schema.{name}": {"psycopg"} for name in ("operation", "line", "lines", "failures", "snapshot")},
     "executor.jobs": STORAGE,
     "executor.jobs.timetable": {"cronsim"},
@@ -93,6 +94,8 @@ EXCEPTIONS: dict[str, set[str]] = {
 
 #: Distributions that share the namespace of opentelemetry-api but are not it.
 NOT_THE_API = tuple(f"opentelemetry.{name}" for name in ("sdk", "exporter", "instrumentation", "semconv", "proto"))
+#: Whoever sets them up, if that was asked for.
+SETS_UP = "runner.exporting"
 
 #: Modules that decide and never act: clocks and dice are handed in.
 PURE = (
@@ -211,7 +214,7 @@ def _reason(module: str, home: str, item: Import) -> str | None:
     if root in sys.stdlib_module_names:
         pure = any(within(module, name) for name in PURE)
         return "this module only decides" if pure and root in MEANS_TO_ACT else None
-    if item.target.startswith(NOT_THE_API):
+    if item.target.startswith(NOT_THE_API) and module != SETS_UP:
         return "the API only, not what shares its namespace"
     allowed = LIBRARIES[home].union(*(extra for name, extra in EXCEPTIONS.items() if within(module, name)))
     return None if "*" in allowed or root in allowed else "this library does not belong here"

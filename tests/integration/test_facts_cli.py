@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,29 @@ def test_a_fact_is_appended_once_and_can_be_asked_for(served, pair):
     assert shown.startswith("confirmed in the ESB at offset 1, sha256:")
     missing = served.run(served.plant, "get", "nothing", "--from", "Plant A", code=FactsExit.NOT)
     assert "there is no fact 'nothing'" in missing.stderr
+
+
+@pytest.mark.spec("RUN-04")
+def test_the_service_answers_probes_and_tells_what_it_has_counted(tmp_path):
+    port = free_port()
+    made = Served(tmp_path, "--probe-port", str(port))
+    made.plant = made.authority.issue("plant", zones=["Plant A"])
+    try:
+        append(made, ("--from", "Plant A", "--to", "HQ"), 1)
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=10) as answer:
+            assert json.load(answer) == {"live": True, "ready": True, "reasons": []}
+        wanted = (
+            'ergon_facts_total{ergon_fact_buffer="ESB",ergon_outcome="stored"} 1.0',
+            'ergon_facts_calls_total{ergon_fact_method="AppendFact",ergon_outcome="answered"} 1.0',
+        )
+        end, text = time.monotonic() + 20, ""
+        # A call is counted when it is over, which its caller may know before.
+        while not all(line in text for line in wanted):
+            assert time.monotonic() < end, text
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+                text = answer.read().decode()
+    finally:
+        made.said()
 
 
 @pytest.mark.spec("FAC-02", "FAC-03", "FAC-04")

@@ -83,7 +83,8 @@ def run(
         Path | None, typer.Option(metavar="FILE", help="The configuration. Default: ergon.toml, if it is there.")
     ] = None,
     probe_port: Annotated[
-        int | None, typer.Option(min=0, max=65535, help="Answer /live and /ready on this port; 0 takes any free one.")
+        int | None,
+        typer.Option(min=0, max=65535, help="Answer /live, /ready and /metrics on this port; 0 takes any free one."),
     ] = None,
     probe_file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write into this file, again and again, how it is.")

@@ -13,7 +13,7 @@ from typing import Any
 
 import typer
 
-from ergon_framework.cli.run import Options, enter, load, prepare, tell
+from ergon_framework.cli.run import Options, enter, load, look, prepare, tell
 from ergon_framework.cli.summary import told
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.runner.exits import Exit
@@ -21,6 +21,8 @@ from ergon_framework.runner.leaving import flush, guard, leave
 from ergon_framework.runner.lifeline import Lifeline
 from ergon_framework.runner.process import Order, Process
 from ergon_framework.runner.signals import STOPPING
+from ergon_framework.telemetry import sums
+from ergon_framework.telemetry.metrics import snapshot
 
 
 class Orders:
@@ -53,6 +55,7 @@ def main(given: str) -> int:
         found = options.settings()
         prepare(options, found)
         task, rules = load(options, found)
+        depth = look(task, found, number=words["number"])
     except ConfigurationError as error:
         typer.echo(f"ergon: {error}", err=True)
         return Exit.USAGE
@@ -62,28 +65,51 @@ def main(given: str) -> int:
         on_stage=partial(enter, number=words["number"]),
         supervised=True,
         blocked=found.run.probes.blocked,
+        depth=depth,
     )
     orders.go_to(process)
-    line.report("loaded", {"drain": rules.loop.drain_timeout})
-    Thread(target=_beat, args=(line, process, found.run.probes.interval), name="ergon-beat", daemon=True).start()
+    line.report("loaded", {"drain": rules.loop.drain_timeout, "task": task.name})
+    # Nobody else hears what a process has counted, and without a port nobody asks.
+    counting = Counting(line, on=found.run.probes.port is not None)
+    beating = (line, process, counting, found.run.probes.interval)
+    Thread(target=_beat, args=beating, name="ergon-beat", daemon=True).start()
     ended = process.run()
     guard(ended)
     tell(ended)
+    counting.tell(last=True)
     line.report("ended", told(task.name, ended))
     flush(ended)
     return leave(ended)
 
 
-def _beat(line: Lifeline, process: Process, interval: float) -> None:
+class Counting:
+    """Tells the parent all that was counted so far: whole, and nothing after the last word."""
+
+    def __init__(self, line: Lifeline, *, on: bool) -> None:
+        self._line = line
+        self._lock = Lock()
+        self._on = on
+
+    def tell(self, *, last: bool = False) -> None:
+        with self._lock:
+            for part in sums.told(snapshot()) if self._on else ():
+                self._line.report("metrics", part)
+            self._on = self._on and not last
+
+
+def _beat(line: Lifeline, process: Process, counting: Counting, interval: float) -> None:
     """Tell the parent how it is, at once when that changes and again and again while it does not."""
     last: dict[str, Any] = {}
-    since = 0.0
+    since = counted = 0.0
     while True:
         health = process.health().told()
         now = time.monotonic()
         if health != last or now - since >= interval:
             line.report("health", health)
             last, since = health, now
+        if now - counted >= interval:
+            counting.tell()
+            counted = now
         time.sleep(min(interval, LOOK))
 
 

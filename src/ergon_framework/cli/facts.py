@@ -104,6 +104,10 @@ def serve(
     grace: Annotated[
         float, typer.Option(parser=lasting, metavar="TIME", help="How long calls may go on after SIGTERM.")
     ] = "10s",  # type: ignore[assignment]  # the parser is given it as it is written
+    probe_port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, help="Answer /live, /ready and /metrics on this port; 0 takes any free one."),
+    ] = None,
     config: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The configuration. Default: ergon.toml, if it is there.")
     ] = None,
@@ -137,6 +141,7 @@ def serve(
         max_facts=max_facts,
         max_bytes=max_bytes,
         retention=None if keep is None else RetentionPolicy(keep=keep, interval=prune_every),
+        probe_port=probe_port,
     )
     raise typer.Exit(serving.served(order))
 

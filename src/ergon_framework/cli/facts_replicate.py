@@ -22,6 +22,7 @@ from ergon_framework.runner.probes import probed
 from ergon_framework.runner.replicating import Replicating
 from ergon_framework.runner.settings import Settings, settings
 from ergon_framework.telemetry.redaction import masked
+from ergon_framework.telemetry.sums import Sums
 
 
 def replicate(
@@ -33,7 +34,8 @@ def replicate(
         Path | None, typer.Option(metavar="FILE", help="The configuration. Default: ergon.toml, if it is there.")
     ] = None,
     probe_port: Annotated[
-        int | None, typer.Option(min=0, max=65535, help="Answer /live and /ready on this port; 0 takes any free one.")
+        int | None,
+        typer.Option(min=0, max=65535, help="Answer /live, /ready and /metrics on this port; 0 takes any free one."),
     ] = None,
     probe_file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write into this file, again and again, how it is.")
@@ -71,7 +73,7 @@ def _run(name: str, found: Settings, log_level: LogLevel | None, *, as_json: boo
     try:
         configure((log_level or LogLevel.INFO).upper(), found.logging.format)
         search_here()
-        with probed(found.run.probes, check) as port:
+        with probed(found.run.probes, check, Sums().read) as port:
             if port is not None and found.run.probes.port == 0:
                 typer.echo(f"ergon: probes on http://{found.run.probes.host}:{port}", err=True)
             running.append(Replicating(load_replicators(name), on_signal=_heard))

@@ -10,6 +10,7 @@ from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import typer
@@ -23,7 +24,12 @@ from ergon_framework.facts.room import Room, of_disk, of_store
 from ergon_framework.facts.service import libraries
 from ergon_framework.facts.stores.memory import MemoryBoundary
 from ergon_framework.runner.exits import ExitCode
-from ergon_framework.runner.settings import database, settings
+from ergon_framework.runner.health import STARTING, Health
+from ergon_framework.runner.probes import probed
+from ergon_framework.runner.settings import ProbeSettings, database, settings
+from ergon_framework.telemetry.sums import Sums
+
+SERVING = Health(live=True, ready=True)
 
 
 class ServeExit(ExitCode):
@@ -60,6 +66,8 @@ class Order:
     max_bytes: int | None = None
     #: None keeps all for ever.
     retention: RetentionPolicy | None = None
+    #: None leaves it to the configuration.
+    probe_port: int | None = None
 
 
 def served(order: Order) -> ServeExit:
@@ -68,14 +76,17 @@ def served(order: Order) -> ServeExit:
         found = settings(order.config)
         configure(found.logging.level.upper(), found.logging.format)
         libraries.needed()
-        asyncio.run(_serve(order))
+        probes = found.run.probes
+        if order.probe_port is not None:
+            probes = probes.model_copy(update={"port": order.probe_port})
+        asyncio.run(_serve(order, probes))
     except ErgonError as error:
         typer.echo(f"ergon: {text(error)}", err=True)
         return ServeExit.FAILED
     return ServeExit.OK
 
 
-async def _serve(order: Order) -> None:
+async def _serve(order: Order, probes: ProbeSettings) -> None:
     # Loaded when it is needed: not everybody has its libraries.
     files = importlib.import_module("ergon_framework.facts.service.files")
     servers = importlib.import_module("ergon_framework.facts.service.server")
@@ -97,11 +108,17 @@ async def _serve(order: Order) -> None:
             revoked=order.revoked,
         )
         with ExitStack() as beside:
+            serving = Event()
+            asked = beside.enter_context(probed(probes, lambda: SERVING if serving.is_set() else STARTING, Sums().read))
             _look_after(store, order, beside)
             port = await server.start()
+            serving.set()
+            if asked is not None and probes.port == 0:
+                typer.echo(f"ergon: probes on http://{probes.host}:{asked}", err=True)
             host = order.listen.rpartition(":")[0]
             typer.echo(f"listening at {host}:{port} for {', '.join(order.zones)}")
             await stopped.wait()
+            serving.clear()
             typer.echo(f"stopping; calls that run have {order.grace:g} s to finish", err=True)
             await server.drain(order.grace)
 

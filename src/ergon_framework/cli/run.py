@@ -18,11 +18,12 @@ import typer
 from ergon_framework.cli.logs import configure
 from ergon_framework.cli.summary import as_line, show, show_all, summed
 from ergon_framework.errors import ConfigurationError, ErgonError
-from ergon_framework.runner import queues
+from ergon_framework.runner import exporting, queues
 from ergon_framework.runner.exits import Exit
 from ergon_framework.runner.health import STARTING, Health
 from ergon_framework.runner.leaving import flush, guard, leave
 from ergon_framework.runner.loading import load_policy, load_task
+from ergon_framework.runner.measuring import looks
 from ergon_framework.runner.probes import probed
 from ergon_framework.runner.process import Ended, Process, Runnable
 from ergon_framework.runner.settings import Settings, settings
@@ -30,6 +31,7 @@ from ergon_framework.runner.stages import Stage
 from ergon_framework.runner.supervisor import Supervisor
 from ergon_framework.task.mixins.policies import ConsumerPolicy
 from ergon_framework.telemetry.names import LIBRARY, Event, Field
+from ergon_framework.telemetry.sums import Sums
 
 log = logging.getLogger(f"{LIBRARY}.runner")
 
@@ -106,6 +108,13 @@ def load(options: Options, found: Settings) -> tuple[Runnable, ConsumerPolicy]:
     return task, rules
 
 
+def look(task: Runnable, found: Settings, *, number: int | None = None) -> float | None:
+    """Have telemetry go where the environment says; how often process *number* is to look at its queue, if at all."""
+    read = found.run.probes.port is not None or "metrics" in exporting.wanted()
+    exporting.export(task.name)
+    return found.run.metrics.depth if read and looks(task, number=number) else None
+
+
 def tell(ended: Ended) -> None:
     """Say what went wrong: an error of ours explains itself, any other needs its traceback."""
     if ended.forced:
@@ -132,10 +141,17 @@ def _run_one(options: Options, found: Settings, as_json: bool) -> int:  # noqa: 
     def check() -> Health:
         return running[0].health() if running else STARTING
 
-    with probed(found.run.probes, check) as port:
+    with probed(found.run.probes, check, Sums().read) as port:
         _answers(port, found)
         task, rules = load(options, found)
-        process = Process(task, rules, on_signal=_telling(rules), on_stage=enter, blocked=found.run.probes.blocked)
+        process = Process(
+            task,
+            rules,
+            on_signal=_telling(rules),
+            on_stage=enter,
+            blocked=found.run.probes.blocked,
+            depth=look(task, found),
+        )
         running.append(process)
         ended = process.run()
         guard(ended)
@@ -165,7 +181,7 @@ def _heard(signal: Signals, times: int, grace: float) -> None:
 
 def _run_many(options: Options, found: Settings, *, as_json: bool) -> int:
     supervisor = Supervisor(_command(options), found.run, on_signal=_heard)
-    with probed(found.run.probes, supervisor.health) as port:
+    with probed(found.run.probes, supervisor.health, supervisor.sums.read) as port:
         _answers(port, found)
         ran = supervisor.run()
     if ran.why is not None:

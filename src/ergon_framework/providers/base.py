@@ -122,7 +122,7 @@ class Provider(ABC, Generic[B, C]):
             waits=books.waits,
             punctual=books.punctual,
             outer=scope.current(),
-            watch=Observer(request),
+            watch=Observer(request, cooldown=self.policy.breaker.open_cooldown_seconds),
         )
 
     def _pause(self, books: Recording, now: float) -> Pause | None:

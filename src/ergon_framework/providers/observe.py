@@ -5,18 +5,19 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from contextvars import Context, ContextVar
 from typing import Any, Final
 
 from ergon_framework import scope
 from ergon_framework.failure import describe
 from ergon_framework.providers.circuit_breaker import BreakerState
-from ergon_framework.providers.errors import ProviderError
+from ergon_framework.providers.errors import ProviderCircuitOpenError, ProviderError, ProviderQuotaExceededError
 from ergon_framework.providers.execution import AttemptRow, ProviderExecutionResult, Request
 from ergon_framework.telemetry import logs, names
 from ergon_framework.telemetry.metrics import Bound, Counts, Numbers, registry_of
-from ergon_framework.telemetry.names import LIBRARY, Attribute, Event, Field, Span
+from ergon_framework.telemetry.names import LIBRARY, Attribute, Event, Field, Metric, Span
 from ergon_framework.telemetry.outgoing import outgoing
 
 log: Final = logging.getLogger(f"{LIBRARY}.providers")
@@ -36,12 +37,13 @@ def safely(act: Callable[..., object], *args: Any) -> Any:
 
 
 class Observer:
-    """Looks on one call."""
+    """Looks on one call; *cooldown* is how long a breaker that opens stays so."""
 
-    __slots__ = ("_request", "_spans")
+    __slots__ = ("_cooldown", "_request", "_spans")
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, *, cooldown: float = 0.0) -> None:
         self._request = request
+        self._cooldown = cooldown
         self._spans = outgoing(Span.PROVIDER_CALL, _which(request))
 
     def attempt(self, number: int) -> Context | None:
@@ -51,7 +53,16 @@ class Observer:
         return spans.attempt(Span.PROVIDER_CALL_ATTEMPT, _which(self._request) | {Attribute.ATTEMPT: number - 1})
 
     def attempted(self, row: AttemptRow, error: ProviderError | None) -> None:
-        tally_of(row.provider_name).attempted(row)
+        tally = tally_of(row.provider_name)
+        tally.attempted(row)
+        metric = _HOLDING.get(type(error))
+        if metric is None:
+            # A call that failed had its quota; that the breaker is closed only a success says.
+            freed = (names.PROVIDER_EXHAUSTED,) if error is not None else tuple(_HOLDING.values())
+            tally.free(row.capability, row.tenant_id, freed)
+        else:
+            seconds = 0.0 if error is None or error.retry_after is None else error.retry_after
+            tally.hold(metric, row.capability, row.tenant_id, seconds=seconds)
         if self._spans is not None:
             told = {Attribute.OUTCOME: row.outcome.value} | _blame(error)
             if row.http_status is not None:
@@ -63,7 +74,10 @@ class Observer:
 
     def breaker(self, state: BreakerState) -> None:
         request = self._request
-        tally_of(request.provider_name).entered(request.capability, state)
+        tally = tally_of(request.provider_name)
+        tally.entered(request.capability, state)
+        if state is BreakerState.OPEN:
+            tally.hold(names.PROVIDER_OPEN, request.capability, request.tenant_id, seconds=self._cooldown)
         level = logging.WARNING if state is BreakerState.OPEN else logging.INFO
         logs.say(level, Event.BREAKER_CHANGED, self._who() | {Field.BREAKER_STATE: state.value}, to=log)
 
@@ -139,6 +153,15 @@ def _name(error: BaseException | None) -> str | None:
 # -- what is counted ------------------------------------------------------------------------------------
 
 
+#: By the error that says so: that calls are held back, and by what.
+_HOLDING: Final[dict[type[object], Metric]] = {
+    ProviderCircuitOpenError: names.PROVIDER_OPEN,
+    ProviderQuotaExceededError: names.PROVIDER_EXHAUSTED,
+}
+#: Of how many tenants it is remembered.
+_REMEMBERED: Final = 1_000
+
+
 class Tally(Counts):
     """What one provider counts, from all threads: plain numbers, which are told apart only when somebody reads them."""
 
@@ -148,6 +171,8 @@ class Tally(Counts):
         #: By capability, outcome and reason: how many, and how many seconds they took.
         self._attempts: dict[tuple[str, str, str], list[float]] = {}
         self._calls: dict[tuple[str, str, str], int] = {}
+        #: By metric, capability and tenant: until when calls are known to be held back.
+        self._held: dict[tuple[str, str, str], float] = {}
 
     def renew(self) -> None:
         self._lock = threading.Lock()
@@ -166,6 +191,32 @@ class Tally(Counts):
         key = capability, outcome, code
         with self._lock:
             self._calls[key] = self._calls.get(key, 0) + 1
+
+    def hold(self, metric: Metric, capability: str, tenant_id: str, *, seconds: float) -> None:
+        """Calls of *tenant_id* are held back for so long."""
+        now = time.monotonic()
+        with self._lock:
+            self._held.pop((metric.name, capability, tenant_id), None)
+            self._held[metric.name, capability, tenant_id] = now + seconds
+            if len(self._held) > _REMEMBERED:
+                self._held = {key: until for key, until in self._held.items() if until > now}
+            while len(self._held) > _REMEMBERED:
+                del self._held[next(iter(self._held))]
+
+    def free(self, capability: str, tenant_id: str, metrics: Iterable[Metric]) -> None:
+        """These do not hold the calls of *tenant_id* back."""
+        if self._held:
+            with self._lock:
+                for metric in metrics:
+                    self._held.pop((metric.name, capability, tenant_id), None)
+
+    def gauged(self) -> Numbers:
+        now = time.monotonic()
+        with self._lock:
+            capabilities = {capability for capability, _, _ in self._attempts}
+            found: Numbers = {(metric.name, (one,)): 0 for metric in _HOLDING.values() for one in capabilities}
+            found |= {(name, (one,)): 1 for (name, one, _), until in self._held.items() if until > now}
+        return found
 
     def entered(self, capability: str, state: BreakerState) -> None:
         with self._lock:

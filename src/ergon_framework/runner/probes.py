@@ -1,4 +1,7 @@
-"""Probes: who asks whether the process is live or ready gets an answer over HTTP, or finds it in a file."""
+"""Probes: who asks whether the process is live or ready gets an answer over HTTP, or finds it in a file.
+
+Who asks what it has counted gets an answer over HTTP too, as Prometheus reads it.
+"""
 
 from __future__ import annotations
 
@@ -16,21 +19,24 @@ from typing import Any
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.runner.health import Health
 from ergon_framework.runner.settings import ProbeSettings
+from ergon_framework.telemetry.exposition import CONTENT_TYPE, exposed
+from ergon_framework.telemetry.metrics import Numbers, snapshot
 
 #: Seconds after which a caller that says nothing is left, and how many may call at once.
 PATIENCE = 2.0
 CALLERS = 16
 
 Check = Callable[[], Health]
+Read = Callable[[], Numbers]
 
 
 @contextmanager
-def probed(settings: ProbeSettings, check: Check) -> Iterator[int | None]:
-    """Answer for as long as this lasts; the port that does, if there is one."""
+def probed(settings: ProbeSettings, check: Check, read: Read = snapshot) -> Iterator[int | None]:
+    """Answer for as long as this lasts; the port that does, if there is one. *read* is what /metrics tells."""
     with ExitStack() as stack:
         port = None
         if settings.port is not None:
-            server = _server(settings.host, settings.port, check)
+            server = _server(settings.host, settings.port, check, read)
             port = int(server.server_address[1])
             Thread(target=server.serve_forever, kwargs={"poll_interval": 0.1}, name="ergon-probe", daemon=True).start()
             stack.callback(server.server_close)
@@ -82,9 +88,9 @@ class ProbeFile:
         beside.replace(self._path)
 
 
-def _server(host: str, port: int, check: Check) -> ThreadingHTTPServer:
+def _server(host: str, port: int, check: Check, read: Read) -> ThreadingHTTPServer:
     try:
-        return _Server((host, port), _handler(check))
+        return _Server((host, port), _handler(check, read))
     except (OSError, OverflowError) as error:
         said = getattr(error, "strerror", None) or str(error)
         raise ConfigurationError(
@@ -116,34 +122,52 @@ class _Server(ThreadingHTTPServer):
         """A caller that went away is no event."""
 
 
-def _handler(check: Check) -> type[BaseHTTPRequestHandler]:
-    class Answering(BaseHTTPRequestHandler):
+class _Answering(BaseHTTPRequestHandler):
+    """Answers with what it is given, and says nothing of itself."""
+
+    def version_string(self) -> str:
+        return "ergon"
+
+    def answer(self, status: HTTPStatus, told: dict[str, Any]) -> None:
+        self.send(status, "application/json", json.dumps(told).encode())
+
+    def send(self, status: HTTPStatus, kind: str, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the standard library's name
+        """A probe every second is no event."""
+
+
+def _handler(check: Check, read: Read) -> type[BaseHTTPRequestHandler]:
+    class Answering(_Answering):
         timeout = PATIENCE
 
-        def version_string(self) -> str:
-            return "ergon"
-
         def do_GET(self) -> None:
-            health = check()
-            good = {"/live": health.live, "/ready": health.ready}.get(self.path.partition("?")[0])
-            if good is None:
-                self._answer(HTTPStatus.NOT_FOUND, {"known": ["/live", "/ready"]})
+            path = self.path.partition("?")[0]
+            if path == "/metrics":
+                self._count()
                 return
-            self._answer(HTTPStatus.OK if good else HTTPStatus.SERVICE_UNAVAILABLE, health.told())
+            health = check()
+            good = {"/live": health.live, "/ready": health.ready}.get(path)
+            if good is None:
+                self.answer(HTTPStatus.NOT_FOUND, {"known": ["/live", "/ready", "/metrics"]})
+                return
+            self.answer(HTTPStatus.OK if good else HTTPStatus.SERVICE_UNAVAILABLE, health.told())
 
         def do_HEAD(self) -> None:
             self.do_GET()
 
-        def _answer(self, status: HTTPStatus, told: dict[str, Any]) -> None:
-            body = json.dumps(told).encode()
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(body)
-
-        def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the standard library's name
-            """A probe every second is no event."""
+        def _count(self) -> None:
+            try:
+                text = exposed(read())
+            except ConfigurationError as error:
+                self.answer(HTTPStatus.NOT_IMPLEMENTED, {"missing": str(error)})
+                return
+            self.send(HTTPStatus.OK, CONTENT_TYPE, text)
 
     return Answering

@@ -10,7 +10,8 @@ import asyncio
 import importlib
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -22,6 +23,7 @@ from typing import Any, TypeAlias
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.runner.exits import Exit, exit_of
 from ergon_framework.runner.health import STARTING, Health
+from ergon_framework.runner.measuring import measured, measured_async
 from ergon_framework.runner.signals import heard
 from ergon_framework.runner.stages import Stage
 from ergon_framework.runner.stopping import Stopping
@@ -32,6 +34,9 @@ from ergon_framework.task.base import AsyncTask, Task
 from ergon_framework.task.loops import loops_of
 from ergon_framework.task.mixins.policies import ConsumerPolicy
 from ergon_framework.task.report import Report
+from ergon_framework.telemetry import names
+from ergon_framework.telemetry.metrics import Bound, Counts, Numbers, registry_of
+from ergon_framework.telemetry.options import options_of
 from ergon_framework.telemetry.redaction import masked
 
 #: How long after the grace settlements, connector and lifespan may still take; with LAST it stays below one second.
@@ -80,7 +85,8 @@ class Process:
 
     With a parent (*supervised*), a second signal hurries nobody: whoever signals a whole group
     reaches parent and child alike, so only the parent's order to hurry is meant for sure.
-    *blocked* is how long something may hold the event loop before the process is not live.
+    *blocked* is how long something may hold the event loop before the process is not live, and every
+    *depth* seconds somebody looks how full the queue is; None: nobody does.
     """
 
     def __init__(
@@ -92,6 +98,7 @@ class Process:
         on_stage: Callable[[Stage], None] | None = None,
         supervised: bool = False,
         blocked: float | None = None,
+        depth: float | None = None,
     ) -> None:
         consumer: Any = task
         self._task = consumer
@@ -100,6 +107,7 @@ class Process:
         self._on_stage = on_stage
         self._supervised = supervised
         self._blocked = blocked
+        self._depth = depth
         self._watchdog: Watchdog | None = None
         self._teller = Teller()
         self._stage: Stage | None = None
@@ -113,7 +121,7 @@ class Process:
 
     def run(self) -> Ended:
         """Run the task; to be called in the main thread, because only that hears signals."""
-        with heard(self._tokens):
+        with heard(self._tokens), _present(self._task):
             Thread(target=self._work, name="ergon-task", daemon=True).start()
             return self._watch()
 
@@ -209,7 +217,7 @@ class Process:
         self._tokens.put(ended)
 
     def _consume(self) -> Report:
-        with self._task.opened():
+        with self._task.opened(), measured(self._task, self._depth):
             try:
                 report: Report = self._task.consume_transactions(self._policy, gates=self._gates)
             except BaseException as error:
@@ -231,7 +239,7 @@ class Process:
         if self._blocked is not None:
             self._watchdog = Watchdog(self._task, self._blocked).start()
         try:
-            async with self._task.opened():
+            async with self._task.opened(), measured_async(self._task, self._depth):
                 try:
                     report: Report = await self._task.consume_transactions(self._policy, gates=self._gates)
                 except BaseException as error:
@@ -250,6 +258,26 @@ class Process:
     @property
     def _gates(self) -> tuple[Any, ...]:
         return self._stopping.gate, *self._task.gates
+
+
+class _Presence(Counts):
+    """That a process is there."""
+
+    def __init__(self, task: str, *, bound: Bound) -> None:
+        super().__init__(task, steps=(), everyday=("", ""), bound=bound)
+
+    def gauged(self) -> Numbers:
+        return {(names.PROCESSES.name, ()): 1}
+
+
+@contextmanager
+def _present(task: Any) -> Iterator[None]:
+    registry = registry_of(options_of(task).meter_provider)
+    presence = registry.join(_Presence, task.name)
+    try:
+        yield
+    finally:
+        registry.close(presence)
 
 
 def _worded(error: BaseException, task: Runnable) -> BaseException:

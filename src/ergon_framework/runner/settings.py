@@ -45,7 +45,7 @@ class RestartSettings(Policy):
 class ProbeSettings(Policy):
     """How a run says that it is live and ready."""
 
-    host: str = Field(default="127.0.0.1", min_length=1, description="The address that answers /live and /ready.")
+    host: str = Field(default="127.0.0.1", min_length=1, description="The address of /live, /ready and /metrics.")
     port: Port | None = Field(default=None, description="Its port; 0 takes any free one, null answers nobody.")
     file: Annotated[str, Field(min_length=1)] | None = Field(
         default=None, description="A file that is written anew with every look; null writes none."
@@ -59,6 +59,14 @@ class ProbeSettings(Policy):
     )
 
 
+class MetricsSettings(Policy):
+    """What is counted besides what the loop counts anyway."""
+
+    depth: Annotated[float, Field(gt=0)] | None = Field(
+        default=15.0, description="Seconds between two looks at how full the queue is, if anybody reads; null: none."
+    )
+
+
 class RunSettings(Policy):
     """How ``ergon run`` runs."""
 
@@ -68,6 +76,7 @@ class RunSettings(Policy):
     )
     restart: RestartSettings = Field(default=RestartSettings(), description="How the dead are replaced.")
     probes: ProbeSettings = Field(default=ProbeSettings(), description="How it says that it is live and ready.")
+    metrics: MetricsSettings = Field(default=MetricsSettings(), description="What is counted for it.")
 
 
 class TaskSettings(Policy):

@@ -31,8 +31,11 @@ from ergon_framework.runner.telling import Teller
 from ergon_framework.runner.tokens import Tokens
 from ergon_framework.task.mixins.policies import ConsumerPolicy
 from ergon_framework.task.report import End
+from ergon_framework.telemetry import names
+from ergon_framework.telemetry.metrics import registry_of
 from ergon_framework.telemetry.names import LIBRARY, Event
 from ergon_framework.telemetry.names import Field as Said
+from ergon_framework.telemetry.sums import Sums
 
 log = logging.getLogger(f"{LIBRARY}.runner")
 
@@ -114,6 +117,9 @@ class Supervisor:
         self._kill = inf
         self._why: str | None = None
         self._verdict: Exit | None = None
+        self._task = "unknown"
+        #: What all of them have counted.
+        self.sums = Sums()
 
     def run(self) -> Ran:
         """Run until everything has ended; to be called in the main thread, because only that hears signals."""
@@ -188,7 +194,10 @@ class Supervisor:
                 self._proven = self._proven or worker.health.ready
             elif kind == "ended":
                 worker.ended = report
+        if kind == "metrics":
+            self.sums.tell(worker.number, report)
         if kind == "loaded":
+            self._task = str(report.get("task", self._task))
             drain = report.get("drain")
             worker.drain = float(drain) if isinstance(drain, int | float) else None
             for other in self._workers:
@@ -198,6 +207,7 @@ class Supervisor:
     def _died(self, worker: Worker, code: int) -> None:
         process, ended = worker.process, worker.ended or {}
         worker.process, worker.health = None, STARTING
+        self.sums.gone(worker.number)
         if worker.orders is not None:
             os.close(worker.orders)
             worker.orders = None
@@ -214,6 +224,7 @@ class Supervisor:
         restart, lived = self._settings.restart, time.monotonic() - worker.since
         worker.deaths = worker.deaths + 1 if lived < restart.steady else 0
         fields = {Said.NUMBER: worker.number, Said.PID: pid, Said.EXIT_CODE: _named(code).removeprefix("exit code ")}
+        self._count_death()
         if worker.deaths >= restart.attempts:
             self._why = (
                 f"process {worker.number} died {worker.deaths} times in a row, each time within {restart.steady:g} s "
@@ -225,6 +236,13 @@ class Supervisor:
         delay = restart.delay(max(0, worker.deaths - 1))
         worker.due = time.monotonic() + delay
         self._say(logging.ERROR, Event.PROCESS_DIED, fields | {Said.DELAY: delay})
+
+    def _count_death(self) -> None:
+        registry = registry_of()
+        counts = registry.counts(self._task, steps=(), everyday=("", ""))
+        counts.add(names.PROCESSES_DIED)
+        registry.open(counts)
+        registry.close(counts)
 
     def _give_up(self, worker: Worker, code: Exit) -> None:
         worker.code = code

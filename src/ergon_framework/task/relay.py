@@ -42,6 +42,16 @@ AGAIN: Final = 30.0
 _LEAVE: Final = 5.0
 
 
+def tell_depth(task: Any, depth: Depth | None) -> None:
+    """Have *depth* in the metrics of *task*; None takes out what is there."""
+    registry = registry_of(options_of(task).meter_provider)
+    if depth is None:
+        registry.level(task.name, None)
+        return
+    by_state = {"ready": depth.ready, "delayed": depth.delayed, "in_flight": depth.in_flight, "dead": depth.dead}
+    registry.level(task.name, by_state, depth.oldest_age)
+
+
 class _Relaying:
     """What both flavours share: what is sent, and what becomes of what cannot be."""
 
@@ -82,12 +92,7 @@ class _Relaying:
         return None if own and not isinstance(exc.__cause__, ConfigurationError) else Later(AGAIN)
 
     def _level(self, depth: Depth | None) -> None:
-        registry = registry_of(options_of(self).meter_provider)
-        if depth is None:
-            registry.level(self.name, None)
-            return
-        by_state = {"ready": depth.ready, "delayed": depth.delayed, "in_flight": depth.in_flight, "dead": depth.dead}
-        registry.level(self.name, by_state, depth.oldest_age)
+        tell_depth(self, depth)
 
 
 class Relay(_Relaying, ConsumerMixin, Task):

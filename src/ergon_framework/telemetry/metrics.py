@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Final, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
@@ -66,6 +67,7 @@ class Counts:
         self.fenced: Callable[[], int] | None = None
         self.age: float | None = None
         self.oldest: float | None = None
+        self.waited = Durations()
         self.paused: str | None = None
         self._everyday = everyday
         self._bound = bound
@@ -77,6 +79,7 @@ class Counts:
 
     def aged(self, seconds: float) -> None:
         self.age = seconds
+        self.waited.add(seconds)
         if self.oldest is None or seconds > self.oldest:
             self.oldest = seconds
 
@@ -89,7 +92,8 @@ class Counts:
                 for step in steps:
                     _add(found, (names.ATTEMPTS.name, (step,)), made)
         for step, durations in self.durations.items():
-            found.update(_histogram(step, durations))
+            found.update(_histogram(STEP_DURATION, (step,), durations))
+        found.update(_histogram(QUEUE_WAIT, (), self.waited))
         if self.fenced is not None and (fenced := self.fenced()):
             _add(found, (names.FENCED.name, ()), fenced)
         return found
@@ -110,14 +114,28 @@ class Counts:
         return oldest
 
 
-def _histogram(step: str, durations: Durations) -> Numbers:
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """The three counters that are one histogram, to those who know such a thing."""
+
+    count: Metric
+    total: Metric
+    bucket: Metric
+
+
+STEP_DURATION: Final = Histogram(names.STEPS, names.STEP_SECONDS, names.STEP_BUCKETS)
+QUEUE_WAIT: Final = Histogram(names.QUEUE_WAITS, names.QUEUE_WAITED, names.QUEUE_WAIT_BUCKETS)
+HISTOGRAMS: Final = (STEP_DURATION, QUEUE_WAIT)
+
+
+def _histogram(histogram: Histogram, values: tuple[str, ...], durations: Durations) -> Numbers:
     found: Numbers = {}
     so_far = 0
     for le, count in zip(_LE, list(durations.buckets), strict=True):
         so_far += count
-        found[names.STEP_BUCKETS.name, (step, le)] = so_far
-    found[names.STEPS.name, (step,)] = so_far
-    found[names.STEP_SECONDS.name, (step,)] = durations.total
+        found[histogram.bucket.name, (*values, le)] = so_far
+    found[histogram.count.name, values] = so_far
+    found[histogram.total.name, values] = durations.total
     return found if so_far else {}
 
 
@@ -192,13 +210,27 @@ class Registry:
     def read(self, metric: Metric) -> list[tuple[dict[str, str], float]]:
         """The metric's values now, each with its attributes."""
         with self._lock:
-            found = self._ages(metric) if metric in _AGES else self._sums(metric)
+            found = self._ages(metric) if metric in _AGES else self._sums(metric.kind)
         return [
             (_labels(metric, task, values), value)
             for task, numbers in found.items()
             for (name, values), value in numbers.items()
             if name == metric.name
         ]
+
+    def snapshot(self) -> Numbers:
+        """Every value now, by the metric's name and the values of all its attributes.
+
+        The largest age since somebody last read it is left out: it belongs to whoever collects through OpenTelemetry.
+        """
+        with self._lock:
+            parts = (self._sums("counter"), self._sums("gauge"), self._ages(names.QUEUE_AGE))
+        return {
+            (name, (task, *values)): value
+            for found in parts
+            for task, numbers in found.items()
+            for (name, values), value in numbers.items()
+        }
 
     def instrument(self, meter: Meter) -> None:
         """Have *meter* read everything when it collects."""
@@ -210,8 +242,8 @@ class Registry:
     def _observed(self, metric: Metric, _: CallbackOptions) -> Iterable[Observation]:
         return [Observation(value, labels) for labels, value in self.read(metric)]
 
-    def _sums(self, metric: Metric) -> dict[str, Numbers]:
-        counter = metric.kind == "counter"
+    def _sums(self, kind: str) -> dict[str, Numbers]:
+        counter = kind == "counter"
         told = self._totals if counter else self._levels
         found = {task: dict(numbers) for task, numbers in told.items()}
         for counts in self._live:
@@ -228,6 +260,7 @@ class Registry:
         return found
 
 
+BY_NAME: Final = {metric.name: metric for metric in METRICS}
 _AGES: Final = (names.QUEUE_AGE, names.QUEUE_AGE_MAX)
 
 
@@ -263,6 +296,23 @@ def registry_of(provider: MeterProvider | None = None) -> Registry:
             registry = _registries[key] = Registry()
             registry.instrument(api.get_meter(LIBRARY) if provider is None else provider.get_meter(LIBRARY))
         return registry
+
+
+def snapshot() -> Numbers:
+    """All that this process has counted, for whichever provider."""
+    with _lock:
+        registries = list(_registries.values())
+    found: Numbers = {}
+    for registry in registries:
+        add(found, registry.snapshot())
+    return found
+
+
+def add(into: Numbers, numbers: Numbers) -> None:
+    """Put *numbers* together with what is there, as each metric says."""
+    for key, value in numbers.items():
+        metric = BY_NAME[key[0]]
+        into[key] = max(value, into.get(key, value)) if metric.across == "max" else into.get(key, 0) + value
 
 
 _GLOBAL: Final = api.NoOpMeterProvider()

@@ -97,6 +97,9 @@ class Metric:
     unit: str
     description: str
     attributes: tuple[str, ...] = (Attribute.TASK,)
+    #: How the values of several processes become one: what each has of its own is added, and of what all of them
+    #: look at the largest is the one that holds.
+    across: Literal["sum", "max"] = "sum"
 
 
 _STEP: Final = (Attribute.TASK, Attribute.STEP)
@@ -148,25 +151,45 @@ SLOTS: Final = Metric(
     "Slots that run a lifecycle or hold an abandoned body, and deliveries held for want of one.",
     (Attribute.TASK, Attribute.STATE),
 )
-QUEUE_AGE: Final = Metric("ergon.queue.age", "gauge", "s", "Age of the oldest transaction of the last fetch.")
+QUEUE_AGE: Final = Metric(
+    "ergon.queue.age", "gauge", "s", "Age of the oldest transaction of the last fetch.", across="max"
+)
 QUEUE_AGE_MAX: Final = Metric(
-    "ergon.queue.age.max", "gauge", "s", "Largest age at a fetch since the gauge was last read."
+    "ergon.queue.age.max", "gauge", "s", "Largest age at a fetch since the gauge was last read.", across="max"
 )
 QUEUE_DEPTH: Final = Metric(
     "ergon.queue.depth",
     "gauge",
     "{transaction}",
-    "Transactions in the queue of a relay, as its broker counts them.",
+    "Transactions in the queue of a task, as its broker counts them.",
     (Attribute.TASK, Attribute.QUEUE_STATE),
+    across="max",
 )
 QUEUE_LAG: Final = Metric(
-    "ergon.queue.lag", "gauge", "s", "Age of the oldest transaction that waits in the queue of a relay."
+    "ergon.queue.lag", "gauge", "s", "Age of the oldest transaction that waits in the queue of a task.", across="max"
+)
+QUEUE_WAITS: Final = Metric(
+    "ergon.queue.wait.count", "counter", "{fetch}", "Fetches that brought a transaction whose age is known."
+)
+QUEUE_WAITED: Final = Metric(
+    "ergon.queue.wait.sum", "counter", "s", "Seconds that the oldest transaction of each of them had waited."
+)
+QUEUE_WAIT_BUCKETS: Final = Metric(
+    "ergon.queue.wait.bucket",
+    "counter",
+    "{fetch}",
+    "Fetches whose oldest transaction had waited no longer than le seconds.",
+    (Attribute.TASK, Attribute.LE),
 )
 PAUSED: Final = Metric(
     "ergon.paused", "gauge", "{loop}", "Loops that a gate holds back.", (Attribute.TASK, Attribute.REASON)
 )
 BLOCKED: Final = Metric(
     "ergon.loop.blocked", "counter", "{time}", "Times that something held the event loop for too long.", _STEP
+)
+PROCESSES: Final = Metric("ergon.processes", "gauge", "{process}", "Processes of `ergon run` that run the task.")
+PROCESSES_DIED: Final = Metric(
+    "ergon.processes.died", "counter", "{process}", "Processes that ended without having been told to."
 )
 
 _PROVIDER: Final = (Attribute.PROVIDER, Attribute.CAPABILITY)
@@ -193,6 +216,22 @@ PROVIDER_BREAKERS: Final = Metric(
     "{transition}",
     "States that breakers have entered.",
     (*_PROVIDER, Attribute.BREAKER_STATE),
+)
+PROVIDER_OPEN: Final = Metric(
+    "ergon.provider.breaker.open",
+    "gauge",
+    "{breaker}",
+    "1 while a breaker is known to be open, for any tenant; 0 otherwise.",
+    _PROVIDER,
+    across="max",
+)
+PROVIDER_EXHAUSTED: Final = Metric(
+    "ergon.provider.quota.exhausted",
+    "gauge",
+    "{quota}",
+    "1 while a quota is known to be used up, for any tenant; 0 otherwise.",
+    _PROVIDER,
+    across="max",
 )
 PROVIDER_ROWS_DROPPED: Final = Metric(
     "ergon.provider.rows.dropped",
@@ -287,18 +326,29 @@ ARTIFACTS_LOST: Final = Metric(
 
 _REPLICA: Final = (Attribute.REPLICA, Attribute.FROM_ZONE, Attribute.TO_ZONE)
 REPLICA_LAG: Final = Metric(
-    "ergon.replica.lag", "gauge", "{fact}", "Facts that the source has and this zone has not, as last asked.", _REPLICA
+    "ergon.replica.lag",
+    "gauge",
+    "{fact}",
+    "Facts that the source has and this zone has not, as last asked.",
+    _REPLICA,
+    across="max",
 )
-REPLICA_LAG_BYTES: Final = Metric("ergon.replica.lag.size", "gauge", "By", "Bytes of their objects.", _REPLICA)
+REPLICA_LAG_BYTES: Final = Metric("ergon.replica.lag.size", "gauge", "By", "Bytes of their objects.", _REPLICA, "max")
 REPLICA_LAG_SECONDS: Final = Metric(
     "ergon.replica.lag.duration",
     "gauge",
     "s",
     "Seconds since the oldest of them was stored, or since the source was last heard of if that is longer ago.",
     _REPLICA,
+    across="max",
 )
 REPLICA_STATUS: Final = Metric(
-    "ergon.replica.status", "gauge", "{replica}", "1 for the state that it is in.", (*_REPLICA, Attribute.STATUS)
+    "ergon.replica.status",
+    "gauge",
+    "{replica}",
+    "1 for the state that it is in.",
+    (*_REPLICA, Attribute.STATUS),
+    across="max",
 )
 REPLICA_FACTS: Final = Metric("ergon.replica.facts", "counter", "{fact}", "Facts that were forwarded.", _REPLICA)
 REPLICA_ARTIFACTS: Final = Metric(
@@ -315,7 +365,7 @@ REPLICA_TROUBLES: Final = Metric(
     (*_REPLICA, Attribute.STATUS),
 )
 ROOM: Final = Metric(
-    "ergon.facts.room", "gauge", "1", "Share of a limit that is used.", (Attribute.BUFFER, Attribute.ROOM)
+    "ergon.facts.room", "gauge", "1", "Share of a limit that is used.", (Attribute.BUFFER, Attribute.ROOM), "max"
 )
 ROOM_ALERTS: Final = Metric(
     "ergon.facts.room.alert",
@@ -323,6 +373,7 @@ ROOM_ALERTS: Final = Metric(
     "{limit}",
     "1 while a limit is nearly reached, 0 otherwise.",
     (Attribute.BUFFER, Attribute.ROOM),
+    across="max",
 )
 FACT_CALLS: Final = Metric(
     "ergon.facts.calls",
@@ -354,12 +405,19 @@ METRICS: Final = (
     QUEUE_AGE_MAX,
     QUEUE_DEPTH,
     QUEUE_LAG,
+    QUEUE_WAITS,
+    QUEUE_WAITED,
+    QUEUE_WAIT_BUCKETS,
     PAUSED,
     BLOCKED,
+    PROCESSES,
+    PROCESSES_DIED,
     PROVIDER_CALLS,
     PROVIDER_ATTEMPTS,
     PROVIDER_SECONDS,
     PROVIDER_BREAKERS,
+    PROVIDER_OPEN,
+    PROVIDER_EXHAUSTED,
     PROVIDER_ROWS_DROPPED,
     JOBS,
     CRON_TICKS,

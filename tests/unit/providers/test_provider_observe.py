@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from itertools import count
+from types import SimpleNamespace
 
 import pytest
 from opentelemetry import trace
@@ -13,13 +14,14 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from ergon_framework import scope
+from ergon_framework.providers import observe
 from ergon_framework.providers.base import AsyncProviderBase, ProviderBase
 from ergon_framework.providers.circuit_breaker import BreakerPolicy
 from ergon_framework.providers.errors import ProviderDependencyError, ProviderError
 from ergon_framework.providers.execution import ProviderExecutionContext, Reply
 from ergon_framework.providers.memory import MemoryBooks
 from ergon_framework.providers.observe import safely, tally_of
-from ergon_framework.providers.policy import ProviderPolicy
+from ergon_framework.providers.policy import ProviderPolicy, QuotaPolicy
 from ergon_framework.providers.retry import RetryPolicy
 from ergon_framework.scope import Scope
 from ergon_framework.telemetry import names
@@ -256,3 +258,67 @@ def test_what_only_reads_has_no_key_and_may_be_called_again_and_again():
     finally:
         scope.enter(None)
     assert len(some.books.rows()) == 3
+
+
+def held(some, metric):
+    """The gauge of *some*, as it is read."""
+    who = {"ergon.provider.name": some.provider_name, "ergon.provider.capability": "charging"}
+    return [value for labels, value in registry_of().read(metric) if labels == who]
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """What the tallies take for the time."""
+    now = [1000.0]
+    monkeypatch.setattr(observe, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    return now
+
+
+@pytest.mark.spec("RUN-04")
+def test_a_breaker_is_told_to_be_open_until_its_cooldown_is_over(clock):
+    some = provider(*[down() for _ in range(4)])
+    some.policy = ProviderPolicy(retry=QUICK.retry, breaker=BreakerPolicy(failure_threshold=4))
+    assert held(some, names.PROVIDER_OPEN) == []
+    execute_and_fail(some)
+    assert held(some, names.PROVIDER_OPEN) == [0]
+    execute_and_fail(some)  # its last attempt opens it, and none is refused
+    assert held(some, names.PROVIDER_OPEN) == [1]
+    assert held(some, names.PROVIDER_EXHAUSTED) == [0]
+    clock[0] += QUICK.breaker.open_cooldown_seconds + 0.1
+    assert held(some, names.PROVIDER_OPEN) == [0]
+    execute_and_fail(some)  # it is refused, and that says for how long
+    assert held(some, names.PROVIDER_OPEN) == [1]
+
+
+@pytest.mark.spec("RUN-04")
+def test_a_quota_is_told_to_be_used_up_until_a_call_is_made_again(clock):
+    some = provider()
+    some.policy = ProviderPolicy(quota=QuotaPolicy(month=1))
+    execute(some)
+    execute_and_fail(some)
+    assert held(some, names.PROVIDER_EXHAUSTED) == [1]
+    some.policy = ProviderPolicy(quota=QuotaPolicy(month=2))
+    execute(some)
+    assert held(some, names.PROVIDER_EXHAUSTED) == [0]
+
+
+def test_what_holds_one_tenant_back_is_told_while_others_are_well(clock):
+    tally = tally_of(f"tenants-{next(numbers)}")
+    tally.hold(names.PROVIDER_OPEN, "charging", "acme", seconds=5.0)
+    tally.free("charging", "other", [names.PROVIDER_OPEN])
+    assert tally.gauged() == {(names.PROVIDER_OPEN.name, ("charging",)): 1}
+    tally.free("charging", "acme", [names.PROVIDER_OPEN])
+    assert tally.gauged() == {}
+
+
+def test_tenants_that_are_held_back_are_remembered_within_bounds(clock):
+    tally = tally_of(f"many-{next(numbers)}")
+    for number in range(3_000):
+        tally.hold(names.PROVIDER_OPEN, "charging", f"tenant-{number}", seconds=5.0 if number % 2 else 0.0)
+    assert len(tally._held) <= 1_000
+    assert (names.PROVIDER_OPEN.name, "charging", "tenant-2999") in tally._held
+
+
+def execute_and_fail(some):
+    with pytest.raises(ProviderError):
+        execute(some)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import http.client
 import json
 import socket
+import sys
 import time
 
 import pytest
@@ -12,6 +13,7 @@ from ergon_framework.runner import probes
 from ergon_framework.runner.health import Health
 from ergon_framework.runner.probes import probed
 from ergon_framework.runner.settings import ProbeSettings
+from ergon_framework.telemetry import names
 
 GOOD = Health(live=True, ready=True)
 AWAY = Health(live=True, ready=False, reasons=("the connector cannot be read: ConnectionLost",))
@@ -46,6 +48,24 @@ def test_live_and_ready_are_answered_with_their_reasons(health, live, ready):
 def test_anything_else_is_not_answered(path, method, status):
     with probed(ProbeSettings(port=0), lambda: GOOD) as port:
         assert asked(port, path, method)[0] == status
+
+
+@pytest.mark.spec("RUN-04")
+def test_metrics_are_answered_as_prometheus_reads_them():
+    numbers = {(names.FETCHES.name, ("charge",)): 3}
+    with probed(ProbeSettings(port=0), lambda: 1 / 0, lambda: numbers) as port:
+        status, body, answer = asked(port, "/metrics?x=1")
+        assert (status, answer.headers["Content-Type"]) == (200, "text/plain; version=0.0.4; charset=utf-8")
+        assert b'\nergon_fetches_total{ergon_task="charge"} 3.0\n' in body
+        assert asked(port, "/metrics", "HEAD")[:2] == (200, b"")
+
+
+def test_without_the_library_metrics_say_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "prometheus_client.exposition", None)
+    with probed(ProbeSettings(port=0), lambda: GOOD) as port:
+        status, body, _ = asked(port, "/metrics")
+        assert status == 501
+        assert "pip install 'ergon-framework[prometheus]'" in json.loads(body)["missing"]
 
 
 def test_a_request_that_is_too_long_is_refused():

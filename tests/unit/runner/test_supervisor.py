@@ -16,6 +16,7 @@ from ergon_framework.runner import supervisor as module
 from ergon_framework.runner.exits import Exit
 from ergon_framework.runner.settings import RunSettings
 from ergon_framework.runner.supervisor import Supervisor
+from ergon_framework.telemetry import names
 
 #: What every child begins with; *number*, *runs* (of this place, the first being 1) and *told* are there for its body.
 BEGIN = """
@@ -282,3 +283,20 @@ def test_a_report_is_believed_only_where_it_fits():
     health = module.Health.heard(json.loads(json.dumps(told)))
     assert (health.live, health.ready, len(health.reasons), len(health.reasons[0])) == (False, True, 20, 300)
     assert module.Health.heard({}).reasons == ()
+
+
+@pytest.mark.spec("RUN-04")
+def test_what_the_dead_have_counted_is_kept_and_their_deaths_are_counted(world):
+    name = f"charge-{world.folder.name}"
+    body = f"""
+report("loaded", drain=30.0, task={name!r})
+report("metrics", numbers=[["{names.FETCHES.name}", [{name!r}], 10]], last=True)
+if runs == 1 and number == 1:
+    report("metrics", numbers=[["{names.FETCHES.name}", [{name!r}], 99]], last=False)
+    sys.exit(1)
+ended("empty")
+"""
+    ran = world.run(body)
+    assert ran.exit == Exit.OK
+    found = {key: value for key, value in world.supervisor.sums.read().items() if key[1] == (name,)}
+    assert found == {(names.FETCHES.name, (name,)): 30, (names.PROCESSES_DIED.name, (name,)): 1}

@@ -1,0 +1,59 @@
+"""A task whose transactions succeed, fail, are tried again and call providers that are well, broken and metered."""
+
+import time
+from contextlib import suppress
+
+from ergon_framework import BusinessError, ConsumerPolicy, Pause, consumer
+from ergon_framework.connectors.postgres import PostgresQueue
+from ergon_framework.providers.base import ProviderBase
+from ergon_framework.providers.errors import ProviderDependencyError, ProviderError
+from ergon_framework.providers.policy import ProviderPolicy
+
+RULES = ConsumerPolicy.load(
+    {
+        "loop": {"streaming": True, "drain_timeout": 1.0, "empty_queue": {"backoff": 0.1, "cap": 0.1}},
+        "steps": {"process": {"retry": {"max_attempts": 2, "backoff": 0.01}}},
+    }
+)
+#: One that breaks opens after two faults; one that is metered has one call an hour.
+QUICK = {"retry": {"max_attempts": 2, "base_delay_seconds": 0.01, "max_delay_seconds": 0.01}}
+ORDERS = PostgresQueue("orders")
+
+
+class Synthetic(ProviderBase):
+    capability = "charging"
+
+    def __init__(self, name, fails=False, **policy):
+        self.provider_name = name
+        self.policy = ProviderPolicy.load(QUICK | policy)
+        self._fails = fails
+        super().__init__()
+
+    def _execute_impl(self, **_):
+        if self._fails:
+            raise ProviderDependencyError("it is down")
+        return {"status": "paid"}
+
+
+PROVIDERS = (
+    Synthetic("well"),
+    Synthetic("broken", fails=True, breaker={"failure_threshold": 2, "open_cooldown_seconds": 60}),
+    Synthetic("metered", quota={"hour": 1}),
+)
+
+
+def gate():
+    """Holds the loop back for a part of each second."""
+    return Pause("every now and then", 0.3) if time.time() % 2 < 0.6 else None
+
+
+@consumer(ORDERS, policy=RULES, gates=[gate])
+def charge(order: dict):
+    number = order["number"]
+    if number % 10 == 0:
+        raise BusinessError("it has no total")
+    if number % 10 == 1:
+        raise OSError("the disk is away")
+    for provider in PROVIDERS:
+        with suppress(ProviderError):
+            provider.call("charge", {"number": number})
