@@ -114,7 +114,8 @@ def named(name: str, found: Settings, timeout: float) -> Iterator[Patient]:
 
 def _database(dsn: str, timeout: float, wall: Wall) -> Sequence[Finding]:
     # Loaded when it is needed: not everybody has its libraries.
-    extra("postgres", "psycopg")
+    for library in ("psycopg",):
+        extra("postgres", library)
     examining = importlib.import_module("ergon_framework.connectors.postgres.examining")
     lines = importlib.import_module("ergon_framework.schema.lines").Lines(dsn, other=ConnectorError)
     try:
