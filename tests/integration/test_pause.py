@@ -53,6 +53,8 @@ def task(order):
 def _alone(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
+    # Workers begin slowly where others hold the processors.
+    monkeypatch.setattr("tests.integration.running.PATIENCE", PATIENCE)
 
 
 @pytest.fixture
@@ -120,7 +122,7 @@ def test_two_workers_stop_fetching_finish_what_they_have_and_go_on_when_resumed(
         assert told["name"] == "charge"
         assert {each["task"] for each in told["workers"]} == {"charge"}
         until(lambda: all(each["obeys"] == "charge" for each in workers()))
-        assert until(lambda: sorted(each["in_hand"] for each in workers())) == [0, 1]
+        until(lambda: sorted(each["in_hand"] for each in workers()) == [0, 1])
         queue.dispatch(orders("a", "b", "c"))
         # What was begun is finished, and nothing else is begun.
         let_go(dsn)
@@ -133,6 +135,7 @@ def test_two_workers_stop_fetching_finish_what_they_have_and_go_on_when_resumed(
         assert shown.count("does not fetch, has nothing in hand") == 2
         assert ergon("resume", "charge")["resumed"] is True
         until(lambda: begun(dsn) == ["a", "b", "c", "slow"])
+        until(lambda: [each["obeys"] for each in workers()] == [None, None])
         for worker in (one, two):
             worker.send()
             assert worker.ended()[0] == 0
