@@ -96,14 +96,20 @@ def test_no_loop_is_no_answer():
 @pytest.mark.parametrize("flavour", ["def", "async def"])
 def test_a_loop_that_idles_is_woken_to_ask_its_gates(flavour):
     queue = MemoryConnector("orders")
-    asked = []
+    asked, again = [], threading.Event()
+
+    def call():
+        # More than once: between its gate and its fetch a loop does not hear it.
+        while not again.wait(0.02):
+            loops_of(task).wake()
 
     def gate():
         asked.append(loops_of(task).in_hand)
         if len(asked) == 1:
-            # As somebody on another thread would, once the loop idles; without it, it would do so for an hour.
-            threading.Timer(0.05, loops_of(task).wake).start()
+            # Without being called it would idle for an hour.
+            threading.Thread(target=call, daemon=True).start()
             return None
+        again.set()
         task.stop()
         return Pause("an operator says so")
 

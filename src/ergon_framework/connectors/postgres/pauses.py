@@ -197,7 +197,8 @@ class PauseWatch:
         connection.until = time.monotonic() + _PATIENCE
         found = connection.execute(_PAUSED, {"names": self._names}).fetchone()
         before, self._found = self._found, None if found is None else (str(found[0]), str(found[1]), str(found[2]))
-        if before != self._found:
+        # A loop that is woken between its gate and its fetch does not hear it, and is told again.
+        if before != self._found or (self._found is not None and not self.held):
             self._changed()
         if self._lost:
             self._lost = False
