@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -10,6 +10,12 @@ from ergon_framework.errors import Category, text
 
 #: Longest error message that is kept; whole documents do not belong into a record.
 MESSAGE = 500
+
+
+#: The code of what is no attempt but a correction of the payload; it stands in a history beside them.
+EDITED: Final = "ergon.edited"
+#: How many corrections are kept however many attempts follow.
+_EDITS: Final = 3
 
 
 class Attempt(BaseModel):
@@ -70,3 +76,12 @@ def describe(error: BaseException) -> str:
     message = (text(error) or type(error).__qualname__)[: MESSAGE + 1].replace("\0", "\\0")
     message = message.encode(errors="backslashreplace").decode()
     return message if len(message) <= MESSAGE else message[: MESSAGE - 1] + "…"
+
+
+def latest(history: tuple[Attempt, ...], most: int) -> tuple[Attempt, ...]:
+    """The last *most* of *history*; attempts do not crowd out what somebody has corrected."""
+    if len(history) <= most:
+        return history
+    edits = [number for number, past in enumerate(history) if past.code == EDITED][-_EDITS:]
+    others = [number for number in range(len(history)) if number not in edits][-(most - len(edits)) :]
+    return tuple(history[number] for number in sorted((*edits, *others)))

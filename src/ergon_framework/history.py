@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Protocol, TypeAlias, runtime_checkable
 
 from ergon_framework.errors import ConfigurationError
-from ergon_framework.failure import Attempt
+from ergon_framework.failure import EDITED, Attempt
 
 #: The longest id that is asked for: as long as a header or a fact may have it.
 LONGEST = 256
@@ -140,9 +140,9 @@ def tried(attempts: Sequence[Attempt]) -> tuple[Event, ...]:
     return tuple(
         Event(
             at=past.at or None,
-            what=f"attempt {past.attempt + 1}",
-            verdict=past.category.value,
-            words=f"{past.code}: {past.error}" if past.code else past.error,
+            what="edited" if past.code == EDITED else f"attempt {past.attempt + 1}",
+            verdict="" if past.code == EDITED else past.category.value,
+            words=f"{past.code}: {past.error}" if past.code and past.code != EDITED else past.error,
             values={} if past.delay is None else {"delay": past.delay},
         )
         for past in attempts

@@ -14,7 +14,7 @@ from pathlib import Path
 PACKAGE = "ergon_framework"
 
 #: Bottom first: each may import the ones before it.
-VOCABULARY = ("errors", "policy", "scope", "failure", "history", "transaction")
+VOCABULARY = ("errors", "policy", "scope", "failure", "finding", "history", "transaction")
 
 #: The client libraries of each vendor folder below connectors/.
 CLIENTS = {
@@ -99,6 +99,7 @@ SETS_UP = "runner.exporting"
 
 #: Modules that decide and never act: clocks and dice are handed in.
 PURE = (
+    "finding",
     "history",
     *(f"engine.{name}" for name in ("effects", "outcome", "backoff", "attempts")),
     *(f"task.{name}" for name in ("lifecycle", "consume", "produce", "fetch", "settle", "renew", "handling", "intake")),

@@ -17,7 +17,7 @@ from ergon_framework.runner.settings import PROCESSES
 #: Groups of commands, each in the module of its name.
 GROUPS: Final = ("policy", "dlq", "db", "provider", "executor", "job", "facts")
 #: Commands that are in modules of their names.
-SINGLE: Final = ("why",)
+SINGLE: Final = ("why", "doctor", "pause", "resume", "paused")
 LATER: Final = (*SINGLE, *GROUPS)
 
 

@@ -19,6 +19,7 @@ from ergon_framework.errors import ConfigurationError
 from ergon_framework.runner.exits import Exit
 from ergon_framework.runner.leaving import flush, guard, leave
 from ergon_framework.runner.lifeline import Lifeline
+from ergon_framework.runner.pausing import pausable
 from ergon_framework.runner.process import Order, Process
 from ergon_framework.runner.signals import STOPPING
 from ergon_framework.telemetry import sums
@@ -59,21 +60,23 @@ def main(given: str) -> int:
     except ConfigurationError as error:
         typer.echo(f"ergon: {error}", err=True)
         return Exit.USAGE
-    process = Process(
-        task,
-        rules,
-        on_stage=partial(enter, number=words["number"]),
-        supervised=True,
-        blocked=found.run.probes.blocked,
-        depth=depth,
-    )
-    orders.go_to(process)
-    line.report("loaded", {"drain": rules.loop.drain_timeout, "task": task.name})
-    # Nobody else hears what a process has counted, and without a port nobody asks.
-    counting = Counting(line, on=found.run.probes.port is not None)
-    beating = (line, process, counting, found.run.probes.interval)
-    Thread(target=_beat, args=beating, name="ergon-beat", daemon=True).start()
-    ended = process.run()
+    with pausable(task, found) as gates:
+        process = Process(
+            task,
+            rules,
+            on_stage=partial(enter, number=words["number"]),
+            supervised=True,
+            blocked=found.run.probes.blocked,
+            depth=depth,
+            gates=gates,
+        )
+        orders.go_to(process)
+        line.report("loaded", {"drain": rules.loop.drain_timeout, "task": task.name})
+        # Nobody else hears what a process has counted, and without a port nobody asks.
+        counting = Counting(line, on=found.run.probes.port is not None)
+        beating = (line, process, counting, found.run.probes.interval)
+        Thread(target=_beat, args=beating, name="ergon-beat", daemon=True).start()
+        ended = process.run()
     guard(ended)
     tell(ended)
     counting.tell(last=True)

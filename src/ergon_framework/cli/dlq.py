@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from ergon_framework.cli.dlq_change import Change
+from ergon_framework.cli.dlq_edit import Edit, edited
+from ergon_framework.cli.dlq_exits import DlqExit
 from ergon_framework.cli.dlq_filters import filtered, per_second
 from ergon_framework.cli.dlq_work import Order, listed, moved, showed
 from ergon_framework.connectors.deadletters import DeadLetterQuery
+from ergon_framework.errors import ConfigurationError
 
 dlq = typer.Typer(
-    help="Lists, shows, replays and discards dead letters.",
+    help="Lists, shows, replays, corrects and discards dead letters.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -114,6 +119,58 @@ def replay(
         as_json=json,
     )
     raise typer.Exit(moved(where, order))
+
+
+@dlq.command()
+def edit(
+    where: Where,
+    transaction: Annotated[str, typer.Argument(metavar="ID", help="The transaction's id.")],
+    *,
+    payload: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The corrected payload, in JSON. Without: an editor opens.")
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="PATH=VALUE", help="Set one value, as items.0.price=12.5. May repeat."),
+    ] = None,
+    place: Annotated[str | None, typer.Option(help="Which one, where several dead letters have this id.")] = None,
+    task: Annotated[
+        str | None, typer.Option(metavar="MODULE:TASK", help="Refuse what does not fit the payload of this task.")
+    ] = None,
+    by: Annotated[str | None, typer.Option(metavar="NAME", help="Who corrects it. Default: the system's user.")] = None,
+    values: Annotated[
+        bool, typer.Option("--values", help="Keep and show old and new values too; they may be confidential.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be changed.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one line of JSON.")] = False,
+) -> None:
+    """Correct the payload of a dead letter and replay it: the same id and correlation, attempts counted anew.
+
+    Who corrected what, and when, travels with it and is seen in its history. Effects that were made with the old
+    values are not undone: a provider call or a fact whose payload is another now is a conflict that names it. A crash
+    may leave the old dead letter beside the corrected one, never none of the two.
+
+    Exit codes: 0 replayed, 1 there is none or the broker did not answer, 2 the command line is wrong, nothing was
+    changed, or the payload does not fit.
+
+    Example: ergon dlq edit app:charge order-3 --set customer.zip=10115
+    """
+    try:
+        change = Change(payload, set_ or ())
+    except ConfigurationError as error:
+        typer.echo(f"ergon: {error}", err=True)
+        raise typer.Exit(DlqExit.USAGE) from None
+    order = Edit(
+        id=transaction,
+        place=place,
+        change=change,
+        by=by,
+        task=task,
+        values=values,
+        dry_run=dry_run,
+        as_json=json,
+    )
+    raise typer.Exit(edited(where, order))
 
 
 @dlq.command()

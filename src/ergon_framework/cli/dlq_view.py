@@ -15,6 +15,7 @@ from rich.text import Text
 
 from ergon_framework.cli.summary import tell
 from ergon_framework.connectors.deadletters import DeadLetterRecord
+from ergon_framework.failure import EDITED
 
 #: The longest text in a cell of a list; `show` has the whole one.
 CELL = 60
@@ -100,6 +101,9 @@ def _facts(record: DeadLetterRecord) -> Iterator[tuple[str, Any]]:
     yield "expires", None if envelope.expires_at is None else told(envelope.expires_at)
     yield "trace", record.trace_id
     for past in envelope.history if failure is None else failure.history:
+        if past.code == EDITED:
+            yield "edited", f"{told(past.at)} {past.error}"
+            continue
         yield f"attempt {past.attempt}", f"{told(past.at)} {past.category} {past.code or ''} {past.error}"
 
 

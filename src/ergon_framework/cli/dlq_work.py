@@ -74,7 +74,7 @@ def listed(where: str, query: DeadLetterQuery, *, limit: int, payload: bool, as_
             _say(f"there are more; --limit {limit * 10} shows up to ten times as many")
         return DlqExit.OK
 
-    return _with(where, work)
+    return with_connector(where, work)
 
 
 def showed(where: str, transaction_id: str, *, payload: bool, as_json: bool) -> DlqExit:
@@ -95,7 +95,7 @@ def showed(where: str, transaction_id: str, *, payload: bool, as_json: bool) -> 
                 show_one(record, payload=payload)
         return DlqExit.OK
 
-    return _with(where, work)
+    return with_connector(where, work)
 
 
 def moved(where: str, order: Order) -> DlqExit:
@@ -104,7 +104,7 @@ def moved(where: str, order: Order) -> DlqExit:
         problem = "--all and a filter exclude each other" if order.everything else f"this would {order.verb} everything"
         _say(f"{problem}; give a filter such as --reason, or --all")
         return DlqExit.USAGE
-    return _with(where, lambda connector: _move(connector, order))
+    return with_connector(where, lambda connector: _move(connector, order))
 
 
 def _move(connector: Connector, order: Order) -> DlqExit:
@@ -276,7 +276,7 @@ def _verdict(order: Order, tally: Tally) -> str:
 # -- around it --------------------------------------------------------------------------------
 
 
-def _with(where: str, work: Callable[[Connector], DlqExit]) -> DlqExit:
+def with_connector(where: str, work: Callable[[Connector], DlqExit]) -> DlqExit:
     """Do *work* with the connector that *where* names; errors of ours explain themselves."""
     configure("WARNING")
     search_here()

@@ -24,6 +24,7 @@ from ergon_framework.runner.health import STARTING, Health
 from ergon_framework.runner.leaving import flush, guard, leave
 from ergon_framework.runner.loading import load_policy, load_task
 from ergon_framework.runner.measuring import looks
+from ergon_framework.runner.pausing import pausable
 from ergon_framework.runner.probes import probed
 from ergon_framework.runner.process import Ended, Process, Runnable
 from ergon_framework.runner.settings import Settings, settings
@@ -144,16 +145,18 @@ def _run_one(options: Options, found: Settings, as_json: bool) -> int:  # noqa: 
     with probed(found.run.probes, check, Sums().read) as port:
         _answers(port, found)
         task, rules = load(options, found)
-        process = Process(
-            task,
-            rules,
-            on_signal=_telling(rules),
-            on_stage=enter,
-            blocked=found.run.probes.blocked,
-            depth=look(task, found),
-        )
-        running.append(process)
-        ended = process.run()
+        with pausable(task, found) as gates:
+            process = Process(
+                task,
+                rules,
+                on_signal=_telling(rules),
+                on_stage=enter,
+                blocked=found.run.probes.blocked,
+                depth=look(task, found),
+                gates=gates,
+            )
+            running.append(process)
+            ended = process.run()
         guard(ended)
         tell(ended)
         if as_json:

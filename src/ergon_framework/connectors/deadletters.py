@@ -12,8 +12,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from ergon_framework.connectors.base import ConnectorError, DeadLetter, Delivery
 from ergon_framework.errors import Category, ConfigurationError
-from ergon_framework.failure import Attempt, Failure
-from ergon_framework.transaction import Transaction
+from ergon_framework.failure import EDITED, MESSAGE, Attempt, Failure, latest
+from ergon_framework.transaction import HISTORY, Transaction
 
 #: The largest number that can be a place: what stores can count to.
 LAST = 2**63 - 1
@@ -113,6 +113,18 @@ class DeadLetterRecord(BaseModel):
         """The transaction as it was put aside."""
         fields = {name: getattr(self.envelope, name) for name in Envelope.model_fields}
         return Transaction(payload=self.payload if self.raw is None else self.raw, **fields)
+
+    def corrected(self, payload: Any, *, by: str, at: float, words: str) -> Transaction:
+        """The transaction for another try with another payload; *words* say what *by* has changed, and travel with it.
+
+        Corrections that were made before stay in its history; attempts do not, as with every replay.
+        """
+        past = self.envelope.history if self.failure is None else self.failure.history
+        note = Attempt(
+            attempt=0, category=Category.BUSINESS, code=EDITED, error=f"by {by}: {words}"[:MESSAGE], at=at, delay=None
+        )
+        edits = tuple(each for each in past if each.code == EDITED)
+        return self.transaction().replace(payload=payload, attempts=0, history=latest((*edits, note), HISTORY))
 
     def fresh(self) -> Transaction:
         """The transaction for another try: the same id and correlation, nothing counted against it."""

@@ -52,7 +52,7 @@ class _Isolation:
     """The pool of one task, while the task runs, and how a transaction becomes a job of it."""
 
     def __init__(self, command: Command, *, handler: str, policy: PoolPolicy | None, name: str) -> None:
-        self._command = command
+        self.command = command
         self._handler = handler
         self._policy = policy
         self._name = name
@@ -62,7 +62,7 @@ class _Isolation:
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[None]:
         """The pool, on the loop that is running."""
-        async with ExecutorPool(self._command, policy=self._policy, name=self._name) as pool:
+        async with ExecutorPool(self.command, policy=self._policy, name=self._name) as pool:
             self._pool = pool
             try:
                 yield

@@ -33,7 +33,7 @@ from ergon_framework.providers.execution import (
     Request,
 )
 from ergon_framework.providers.health import Outcome
-from ergon_framework.providers.idempotency import Kept, doubtful
+from ergon_framework.providers.idempotency import CONFLICT, Kept, conflict, doubtful, effect
 from ergon_framework.providers.mapping import canonical
 from ergon_framework.providers.policy import ProviderPolicy
 from ergon_framework.providers.retry import Again, Decision, GiveUp, Tried, Why
@@ -168,6 +168,9 @@ class _Execution:
         error = answer.error
         if isinstance(error, ProviderQuotaExceededError | ProviderCircuitOpenError):
             self._note(number, 0.0, error=error, outcome=Outcome.FAILED)
+        if isinstance(error, ProviderError) and error.code == CONFLICT:
+            # The books know keys; what stands behind one is known here.
+            return conflict(effect(self._request.provider_name, self._request.operation, self._request.context.name))
         if isinstance(error, ProviderError) or not isinstance(error, Exception):
             return error
         unavailable = _books_unavailable()

@@ -101,11 +101,17 @@ def fail(entry: Entry | None, *, owner: str, doubt: bool, until: float) -> Entry
     return Unknown(entry.fingerprint, until) if doubt or entry.doubt else None
 
 
-def conflict() -> ProviderBadRequestError:
-    """The error of a key that stands for another payload."""
+#: The code of a key that stands for another payload.
+CONFLICT: Final = "idempotency_conflict"
+
+
+def conflict(name: str = "") -> ProviderBadRequestError:
+    """The error of a key that stands for another payload; *name* is the effect that was made, or may have been."""
+    whose = f"the idempotency key of the effect {name!r}" if name else "this idempotency key"
     return ProviderBadRequestError(
-        "this idempotency key belongs to a call with another payload; give each call a key, or a name=, of its own",
-        code="idempotency_conflict",
+        f"{whose} belongs to a call with another payload, which was made or may have been; give each call a key, or a "
+        "name=, of its own",
+        code=CONFLICT,
         sent=False,
     )
 

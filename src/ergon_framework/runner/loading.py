@@ -16,6 +16,7 @@ from typing import Any
 from ergon_framework.connectors.base import AsyncConnector, Connector
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.executor.registry import Registry
+from ergon_framework.facts.boundary import Boundary
 from ergon_framework.facts.replicator import AsyncReplicator, Replicator
 from ergon_framework.facts.room import Room
 from ergon_framework.runner.process import Runnable
@@ -59,6 +60,19 @@ def load_connector(name: str) -> Connector | AsyncConnector:
         return connector
     hint = "make an instance of it" if isinstance(found, type) else "name a connector, or a task that has one"
     raise ConfigurationError(f"{name!r} is no connector but a {type(found).__name__}; {hint}")
+
+
+def load_anything(name: str) -> Connector | AsyncConnector | Task | AsyncTask | Boundary:
+    """What can be looked at under the name *name*: a task, a connector, a queue of the settings, a boundary."""
+    if ":" not in name:
+        return load_connector(name)
+    found = _found(name, "connector", wanted=lambda value: isinstance(value, (*_CONNECTED, Boundary)))
+    if isinstance(found, (*_CONNECTED, Boundary)):
+        thing: Connector | AsyncConnector | Task | AsyncTask | Boundary = found
+        return thing
+    raise ConfigurationError(
+        f"{name!r} is a {type(found).__name__}; what can be looked at is a task, a connector or a Boundary of facts"
+    )
 
 
 def load_registry(name: str) -> Registry:

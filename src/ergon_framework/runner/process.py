@@ -10,7 +10,7 @@ import asyncio
 import importlib
 import inspect
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -31,6 +31,7 @@ from ergon_framework.runner.telling import Teller
 from ergon_framework.runner.tokens import Tokens
 from ergon_framework.runner.watchdog import Watchdog
 from ergon_framework.task.base import AsyncTask, Task
+from ergon_framework.task.gates import Gate
 from ergon_framework.task.loops import loops_of
 from ergon_framework.task.mixins.policies import ConsumerPolicy
 from ergon_framework.task.report import Report
@@ -86,7 +87,8 @@ class Process:
     With a parent (*supervised*), a second signal hurries nobody: whoever signals a whole group
     reaches parent and child alike, so only the parent's order to hurry is meant for sure.
     *blocked* is how long something may hold the event loop before the process is not live, and every
-    *depth* seconds somebody looks how full the queue is; None: nobody does.
+    *depth* seconds somebody looks how full the queue is; None: nobody does. *gates* are asked before the
+    task's own.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class Process:
         supervised: bool = False,
         blocked: float | None = None,
         depth: float | None = None,
+        gates: Sequence[Gate] = (),
     ) -> None:
         consumer: Any = task
         self._task = consumer
@@ -108,6 +111,7 @@ class Process:
         self._supervised = supervised
         self._blocked = blocked
         self._depth = depth
+        self._more_gates = gates
         self._watchdog: Watchdog | None = None
         self._teller = Teller()
         self._stage: Stage | None = None
@@ -257,7 +261,7 @@ class Process:
 
     @property
     def _gates(self) -> tuple[Any, ...]:
-        return self._stopping.gate, *self._task.gates
+        return self._stopping.gate, *self._more_gates, *self._task.gates
 
 
 class _Presence(Counts):

@@ -74,6 +74,9 @@ class RunSettings(Policy):
     drain_timeout: Seconds | None = Field(
         default=None, description="Seconds running work is given to end; null: as the task's policy says."
     )
+    pausable: bool = Field(
+        default=True, description="Obey ergon pause, where a database is named: one connection more for each process."
+    )
     restart: RestartSettings = Field(default=RestartSettings(), description="How the dead are replaced.")
     probes: ProbeSettings = Field(default=ProbeSettings(), description="How it says that it is live and ready.")
     metrics: MetricsSettings = Field(default=MetricsSettings(), description="What is counted for it.")

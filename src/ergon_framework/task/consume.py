@@ -111,6 +111,11 @@ class Consumption:
         failing = None if self._fetcher is None else self._fetcher.failing
         return self.report.paused if failing is None else f"the connector cannot be read: {failing}"
 
+    @property
+    def in_hand(self) -> int:
+        """How many were fetched and have no outcome yet; whoever looks from another thread sees a moment of it."""
+        return len(self._crew.flights) + len(self._intake)
+
     def wake(self, signal: Callable[[Mailbox, Any], None]) -> None:
         """Something may have arrived; said once, however often the connector says it before it is heard."""
         if not self._waking:

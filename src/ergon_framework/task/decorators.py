@@ -52,6 +52,10 @@ class _Decorated:
         """The function itself, as it was written: for tests and for other code."""
         return self._function.fn(*args, **kwargs)
 
+    def read_payload(self, transaction: Transaction) -> Any:
+        """The payload as the type that the task was declared with; one that does not fit is a TransactionException."""
+        return self._payload.read(transaction)
+
     def on_success(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Make *fn* the success handler: it gets the payload and the result, and may return a settlement."""
         self._success = self._handler(fn)

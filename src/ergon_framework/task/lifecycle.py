@@ -9,7 +9,7 @@ from ergon_framework.engine.attempts import Deferred, Ended, Failed, Step, StepW
 from ergon_framework.engine.effects import NEVER, Script
 from ergon_framework.engine.outcome import Ok, Stopped
 from ergon_framework.errors import Category, ErgonError, is_sound, text
-from ergon_framework.failure import Attempt, describe
+from ergon_framework.failure import Attempt, describe, latest
 from ergon_framework.task.exceptions import TransactionException
 from ergon_framework.task.report import Kind, Outcome
 from ergon_framework.transaction import HISTORY, Transaction
@@ -195,4 +195,4 @@ def history(outcome: Outcome) -> tuple[Attempt, ...]:
         for note in outcome.notes
         if note.step not in ("success", "exception")
     )
-    return (outcome.transaction.history + new)[-HISTORY:]
+    return latest(outcome.transaction.history + new, HISTORY)

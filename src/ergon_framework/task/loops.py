@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Protocol
 
 
@@ -17,6 +17,9 @@ class Running(Protocol):
     @property
     def trouble(self) -> str | None: ...
 
+    @property
+    def in_hand(self) -> int: ...
+
 
 class Loops:
     """The loops of one task; they can be stopped from any thread."""
@@ -24,18 +27,24 @@ class Loops:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._running: dict[object, tuple[Running, Callable[[], None]]] = {}
+        self._wakes: dict[object, Callable[[], None]] = {}
 
     @contextmanager
-    def entered(self, running: Running, stop: Callable[[], None]) -> Iterator[None]:
-        """Known as running for as long as this lasts."""
+    def entered(
+        self, running: Running, stop: Callable[[], None], *, wake: Callable[[], None] | None = None
+    ) -> Iterator[None]:
+        """Known as running for as long as this lasts; *wake* has one that idles look again."""
         token = object()
         with self._lock:
             self._running[token] = running, stop
+            if wake is not None:
+                self._wakes[token] = wake
         try:
             yield
         finally:
             with self._lock:
                 del self._running[token]
+                self._wakes.pop(token, None)
 
     def stop(self) -> None:
         """Ask every running loop to drain and end; asked a second time, they end at once."""
@@ -43,6 +52,15 @@ class Loops:
             stops = [stop for _, stop in self._running.values()]
         for stop in stops:
             stop()
+
+    def wake(self) -> None:
+        """Have every loop that idles ask its gates again."""
+        with self._lock:
+            wakes = list(self._wakes.values())
+        for wake in wakes:
+            # An event loop that has just been closed refuses; then there is nobody left to wake.
+            with suppress(RuntimeError):
+                wake()
 
     @property
     def live(self) -> bool:
@@ -57,6 +75,12 @@ class Loops:
             if not self._running:
                 return None
             return [said for running, _ in self._running.values() if (said := running.trouble) is not None]
+
+    @property
+    def in_hand(self) -> int:
+        """How many transactions the loops have fetched and not yet settled."""
+        with self._lock:
+            return sum(running.in_hand for running, _ in self._running.values())
 
 
 def share_loops(task: object, whole: object) -> None:

@@ -25,6 +25,8 @@ class Production:
 
     #: It fetches nothing, so nothing can keep it from that.
     trouble: str | None = None
+    #: It fetches nothing.
+    in_hand = 0
 
     def __init__(
         self,

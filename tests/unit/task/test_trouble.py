@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 
@@ -90,3 +91,54 @@ def test_who_only_produces_has_no_trouble():
 
 def test_no_loop_is_no_answer():
     assert Loops().troubles is None
+
+
+@pytest.mark.parametrize("flavour", ["def", "async def"])
+def test_a_loop_that_idles_is_woken_to_ask_its_gates(flavour):
+    queue = MemoryConnector("orders")
+    asked, again = [], threading.Event()
+
+    def call():
+        # More than once: between its gate and its fetch a loop does not hear it.
+        while not again.wait(0.02):
+            loops_of(task).wake()
+
+    def gate():
+        asked.append(loops_of(task).in_hand)
+        if len(asked) == 1:
+            # Without being called it would idle for an hour.
+            threading.Thread(target=call, daemon=True).start()
+            return None
+        again.set()
+        task.stop()
+        return Pause("an operator says so")
+
+    policy = ConsumerPolicy.load({"loop": {"streaming": True, "empty_queue": {"backoff": 3600.0, "cap": 0.0}}})
+
+    async def handle_async(order): ...
+
+    task = consumer(queue, policy=policy, gates=[gate])((lambda order: None) if flavour == "def" else handle_async)
+    asyncio.run(task.run()) if flavour == "async def" else task.run()
+    assert asked[:2] == [0, 0]
+
+
+def test_what_was_fetched_and_has_no_outcome_is_in_hand():
+    queue = MemoryConnector("orders")
+    queue.dispatch([Transaction("order-1"), Transaction("order-2")])
+    seen = []
+    task = consumer(queue)(lambda order: seen.append(loops_of(task).in_hand))
+    task.run()
+    assert seen
+    assert all(1 <= count <= 2 for count in seen)
+    assert loops_of(task).in_hand == 0
+
+
+def test_a_loop_whose_event_loop_is_closed_is_nobody_to_wake():
+    def closed():
+        raise RuntimeError("Event loop is closed")
+
+    loops, heard = Loops(), []
+    with loops.entered(object(), list, wake=closed), loops.entered(object(), list, wake=lambda: heard.append(1)):
+        loops.wake()
+    loops.wake()
+    assert heard == [1]

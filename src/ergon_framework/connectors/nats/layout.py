@@ -134,7 +134,30 @@ async def _consumer(line: Line, layout: Layout) -> None:
         found = await api.call(
             line, f"CONSUMER.DURABLE.CREATE.{stream}.{CONSUMER}", stream_name=stream, config=layout.consumer()
         )
-    config = found["config"]
+    _check_consumer(found["config"], layout)
+
+
+async def looked_at(line: Line, layout: Layout) -> str | None:
+    """The storage of the work stream, if it is there; refuse what would lose work, and make nothing."""
+    try:
+        work = await api.call(line, f"STREAM.INFO.{layout.names.work}")
+    except api.ApiError as error:
+        if error.number != api.NO_STREAM:
+            raise
+        return None
+    _check_work(work["config"], layout)
+    try:
+        found = await api.call(line, f"CONSUMER.INFO.{layout.names.work}.{CONSUMER}")
+    except api.ApiError as error:
+        if error.number != api.NO_CONSUMER:
+            raise
+    else:
+        _check_consumer(found["config"], layout)
+    return str(work["config"].get("storage"))
+
+
+def _check_consumer(config: dict[str, Any], layout: Layout) -> None:
+    stream = layout.names.work
     if config.get("ack_wait") != api.nanos(layout.lease):
         raise ConfigurationError(
             f"the consumer of {stream!r} has an ack_wait of {config.get('ack_wait', 0) / 1e9:g} s, this queue a lease "

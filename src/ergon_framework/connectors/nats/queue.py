@@ -34,14 +34,16 @@ from ergon_framework.connectors.nats import api, burials, note
 from ergon_framework.connectors.nats.claim import Claim
 from ergon_framework.connectors.nats.dispatching import HEADERS, Dispatcher
 from ergon_framework.connectors.nats.durability import Durability, judged
+from ergon_framework.connectors.nats.examining import examined
 from ergon_framework.connectors.nats.home import Home, home_of, leave
 from ergon_framework.connectors.nats.layout import Layout, built
-from ergon_framework.connectors.nats.line import Line
+from ergon_framework.connectors.nats.line import Line, connect
 from ergon_framework.connectors.nats.naming import CONSUMER, names
 from ergon_framework.connectors.nats.pulling import Pulls
 from ergon_framework.connectors.nats.settling import Settler
 from ergon_framework.connectors.nats.ticker import Ticker
 from ergon_framework.errors import ConfigurationError, ConnectionLost
+from ergon_framework.finding import Finding, Wall
 from ergon_framework.transaction import Transaction
 
 _log = logging.getLogger(__name__)
@@ -474,6 +476,20 @@ class NatsQueue(AsyncConnector):
                 continue
             found.add(each)
         return found
+
+    def examine(self, wall: Wall) -> Sequence[Finding]:
+        """How the server and the queue are; streams are not made if they are not there."""
+        return asyncio.run(self._examined(wall))
+
+    async def _examined(self, wall: Wall) -> Sequence[Finding]:
+        line = await connect(self._addresses(), timeout=self._timeout, options=self._options)
+        try:
+            monitored = None
+            if self._monitor is not None:
+                monitored = await asyncio.to_thread(_monitored, self._monitor, self._timeout)
+            return await examined(line, self._layout, self._name, monitored=monitored, wall=wall)
+        finally:
+            await line.close()
 
     # -- dead letters ---------------------------------------------------------------------------------
 

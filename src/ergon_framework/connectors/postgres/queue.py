@@ -30,10 +30,12 @@ from ergon_framework.connectors.deadletters import DeadLetterQuery, DeadLetterRe
 from ergon_framework.connectors.postgres import burials, callers, statements, tracing
 from ergon_framework.connectors.postgres.claiming import Claiming
 from ergon_framework.connectors.postgres.dispatching import Dispatch, dispatch
+from ergon_framework.connectors.postgres.examining import examined
 from ergon_framework.connectors.postgres.home import Home, home_of, leave
 from ergon_framework.connectors.postgres.receipt import Receipt
 from ergon_framework.connectors.postgres.settling import Settler
 from ergon_framework.errors import ConfigurationError
+from ergon_framework.finding import Finding, Wall
 from ergon_framework.history import History
 from ergon_framework.schema.operation import Operation, Query
 from ergon_framework.scope import current
@@ -524,6 +526,10 @@ class PostgresQueue(Connector, AsyncConnector):
     def _traced(self, home: Home, transaction_id: str) -> Operation[Sequence[History]]:
         yield from self._opened(home)
         return (yield from tracing.trace(transaction_id, self._name))
+
+    def examine(self, wall: Wall) -> Sequence[Finding]:
+        """How the database and the queue are; the queue is not made if it is not there."""
+        return self._run(lambda home: examined(home.lines, self._name, wall))
 
     # -- dead letters -------------------------------------------------------------------------------------
 

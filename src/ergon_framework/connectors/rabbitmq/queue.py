@@ -31,11 +31,13 @@ from ergon_framework.connectors.codec import Codec, JsonCodec, decode
 from ergon_framework.connectors.daemons import Daemons
 from ergon_framework.connectors.deadletters import DeadLetterQuery, DeadLetterRecord, ReplayResult
 from ergon_framework.connectors.rabbitmq.address import VARIABLE, parameters
+from ergon_framework.connectors.rabbitmq.examining import examined
 from ergon_framework.connectors.rabbitmq.graves import Graves
 from ergon_framework.connectors.rabbitmq.line import Line, leave, line_to
 from ergon_framework.connectors.rabbitmq.message import Message, fresh
 from ergon_framework.connectors.rabbitmq.station import Station
 from ergon_framework.errors import ConfigurationError
+from ergon_framework.finding import Finding, Wall
 from ergon_framework.transaction import Transaction
 
 R = TypeVar("R")
@@ -267,6 +269,11 @@ class RabbitMQQueue(Connector, AsyncConnector):
 
     async def depth_async(self) -> Depth:
         return await self._run_async(lambda station: station.depth())
+
+    def examine(self, wall: Wall) -> Sequence[Finding]:  # noqa: ARG002 - the server does not tell its time
+        """How the server and the queue are; queues are not made if they are not there."""
+        line, _ = self._at()
+        return line.run(examined(line.sends, self._name, dead_days=self._dead_days, deadline=self._consumer_timeout))
 
     # -- dead letters -----------------------------------------------------------------------------------
 

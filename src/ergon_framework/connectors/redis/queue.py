@@ -34,6 +34,7 @@ from ergon_framework.connectors.redis import burials, scripts
 from ergon_framework.connectors.redis.claiming import GROUP, Claiming
 from ergon_framework.connectors.redis.doorbell import Doorbell
 from ergon_framework.connectors.redis.durability import Durability
+from ergon_framework.connectors.redis.examining import examined
 from ergon_framework.connectors.redis.home import Home, home_of, leave
 from ergon_framework.connectors.redis.keys import keys_of
 from ergon_framework.connectors.redis.lines import Line, Moved, Node
@@ -42,6 +43,7 @@ from ergon_framework.connectors.redis.operation import Operation, Together
 from ergon_framework.connectors.redis.receipt import Receipt
 from ergon_framework.connectors.redis.settling import Settler
 from ergon_framework.errors import ConfigurationError, ConnectionLost
+from ergon_framework.finding import Finding, Wall
 from ergon_framework.transaction import Transaction
 
 R = TypeVar("R")
@@ -474,6 +476,10 @@ class RedisQueue(Connector, AsyncConnector):
     def _queued(self, home: Home, ids: Collection[str]) -> Operation[set[str]]:
         yield from self._opened(home)
         return (yield from burials.queued(self._keys, self._messages, ids))
+
+    def examine(self, wall: Wall) -> Sequence[Finding]:
+        """How the server and the queue are; the stream is not made if it is not there."""
+        return self._run(lambda home: examined(home, self._node, self._keys, self._name, wall))
 
     # -- dead letters -------------------------------------------------------------------------------------
 

@@ -98,7 +98,7 @@ class JobTask(AsyncConsumerMixin, AsyncTask):
     ) -> None:
         super().__init__(JobQueue(kind, dsn=dsn, lease=lease, room=self._room), policy=policy, gates=gates)
         self.kind = kind
-        self._command = command
+        self.command = command
         self._rules = pool or PoolPolicy()
         self._guard = guard
         self._retry = RetryPolicy()
@@ -128,7 +128,7 @@ class JobTask(AsyncConsumerMixin, AsyncTask):
         try:
             # A database without the tables is found out here, and not by the first job.
             await lines.run_async(attempts.kills())
-            async with ExecutorPool(self._command, policy=self._rules, name=self.kind, guard=guard) as pool:
+            async with ExecutorPool(self.command, policy=self._rules, name=self.kind, guard=guard) as pool:
                 self._pool = pool
                 watching = asyncio.create_task(self._watch(), name=f"{self.name}-watch")
                 try:

@@ -155,9 +155,10 @@ class ConsumerMixin(_Consumer, ABC):
             lease=_lease(connector),
         )
         consumption = self._consume_transactions(policy, threads, broker, gates=gates, on_outcome=on_outcome)
-        unlisten = connector.listen(_Ears(threads, consumption))
+        ears = _Ears(threads, consumption)
+        unlisten = connector.listen(ears)
         try:
-            with loops_of(self).entered(consumption, threads.stop):
+            with loops_of(self).entered(consumption, threads.stop, wake=ears.wake):
                 return threads.run(consumption.run())
         finally:
             unlisten()
@@ -195,9 +196,10 @@ class AsyncConsumerMixin(_Consumer, ABC):
             lease=_lease(connector),
         )
         consumption = self._consume_transactions(policy, tasks, broker, gates=gates, on_outcome=on_outcome)
-        unlisten = connector.listen(_Ears(tasks, consumption))
+        ears = _Ears(tasks, consumption)
+        unlisten = connector.listen(ears)
         try:
-            with loops_of(self).entered(consumption, tasks.stop):
+            with loops_of(self).entered(consumption, tasks.stop, wake=ears.wake):
                 return await tasks.run(consumption.run())
         finally:
             unlisten()

@@ -1,0 +1,31 @@
+"""``ergon resume``: the command with its options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ergon_framework.cli.pause_work import resumed
+
+resume = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
+
+
+@resume.command("resume")
+def resume_(
+    name: Annotated[str, typer.Argument(metavar="TASK|QUEUE", help="What was paused, by the same name.")],
+    *,
+    config: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The configuration. Default: ergon.toml, if it is there.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one line of JSON.")] = False,
+) -> None:
+    """Have the fleet fetch again for what ergon pause has stopped.
+
+    Exit codes: 0 resumed, 1 it was not paused or the database did not answer, 2 the command line or the configuration
+    is wrong.
+
+    Example: ergon resume charge
+    """
+    raise typer.Exit(resumed(name, config=config, as_json=json))

@@ -1,0 +1,165 @@
+"""``ergon dlq edit`` on every broker, and what becomes of effects that were made with the old values."""
+
+from __future__ import annotations
+
+import sys
+import uuid
+
+import amqp
+import pytest
+from typer.testing import CliRunner
+
+from ergon_framework.cli.app import app
+from ergon_framework.cli.dlq_exits import DlqExit
+from ergon_framework.connectors.base import Ack, DeadLetter
+from ergon_framework.connectors.bridge import as_sync
+from ergon_framework.connectors.deadletters import DeadLetterQuery
+from ergon_framework.connectors.schemes import connect
+from ergon_framework.failure import EDITED
+from ergon_framework.task.mixins.policies import ConsumerPolicy
+from ergon_framework.transaction import Transaction
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.setattr("ergon_framework.runner.queues._chosen", [])
+
+
+@pytest.fixture(params=["postgres", "redis", "nats", "rabbitmq"])
+def url(request):
+    """The address of a broker of each kind."""
+    if request.param == "postgres":
+        return request.getfixturevalue("database")
+    if request.param == "redis":
+        return request.getfixturevalue("new_redis")().url
+    if request.param == "nats":
+        return request.getfixturevalue("nats_server").url
+    return request.getfixturevalue("rabbitmq")
+
+
+@pytest.fixture
+def queue(url, monkeypatch):
+    """A queue by name, and the same one for the test's own use."""
+    name = f"edit{uuid.uuid4().hex[:8]}"
+    monkeypatch.setenv(f"ERGON_QUEUES__{name.upper()}__URL", url)
+    made = as_sync(connect(name, url, {}))
+    made.open()
+    yield made
+    made.close()
+    if url.startswith("amqp"):
+        # The server may be the machine's own, and is left as it was.
+        line = amqp.Connection(url.partition("@")[2].rstrip("/"))
+        line.connect()
+        with line:
+            for each in (name, f"{name}.dead"):
+                line.channel().queue_delete(each)
+
+
+def fetched(queue):
+    [delivery] = queue.fetch_transactions(1, wait=20.0)
+    return delivery
+
+
+def test_on_every_broker_the_corrected_one_comes_back_under_its_id(queue):
+    queue.dispatch([Transaction("order-1", {"total": 450}, correlation="basket", tenant="acme", type="order")])
+    queue.settle([(fetched(queue), DeadLetter("declined"))])
+    done = CliRunner().invoke(app, ["dlq", "edit", queue.name, "order-1", "--set", "total=45", "--by", "kim"])
+    assert done.exit_code == DlqExit.OK, done.output
+    assert list(queue.list_dead(DeadLetterQuery())) == []
+    delivery = fetched(queue)
+    got = delivery.transaction
+    assert (got.id, got.correlation, got.tenant, got.type) == ("order-1", "basket", "acme", "order")
+    assert (got.payload, got.attempts, delivery.deliveries) == ({"total": 45}, 0, 1)
+    assert [(past.code, past.error) for past in got.history] == [(EDITED, "by kim: total")]
+    # And if it dies again, its record says so.
+    queue.settle([(delivery, DeadLetter("again"))])
+    [record] = queue.list_dead(DeadLetterQuery())
+    assert [past.error for past in record.envelope.history] == ["by kim: total"]
+    queue.discard_dead([record.place])
+
+
+SHOP = """
+from ergon_framework import MemoryConnector, consumer
+from ergon_framework.facts.facts import Facts
+from ergon_framework.facts.stores.memory import MemoryBoundary
+from ergon_framework.providers.base import ProviderBase
+
+boundary = MemoryBoundary()
+facts = Facts(boundary, zone="shop")
+orders = MemoryConnector("orders")
+charged = []
+breaks = [True]
+
+class Bank(ProviderBase):
+    provider_name = "bank"
+    capability = "charging"
+
+    def _execute_impl(self, *, payload, **_):
+        charged.append(payload["amount"])
+        return {"status": "paid"}
+
+bank = Bank()
+
+@consumer(orders, uses=[bank])
+def pay(order):
+    bank.call("charge", {"amount": order["total"]})
+    fail()
+
+@consumer(orders)
+def announce(order):
+    facts.append("headquarters", subject="order:1", predicate="paid", object={"total": order["total"]})
+    fail()
+
+def fail():
+    if breaks:
+        raise ValueError("after the effect")
+"""
+
+
+@pytest.mark.parametrize(
+    "task, named", [("pay", "the effect 'bank.charge'"), ("announce", "of 'shop' is stored at offset 1")]
+)
+def test_an_effect_that_was_made_with_other_values_is_a_conflict_that_names_it(tmp_path, task, named):
+    (tmp_path / "editshop.py").write_text(SHOP, encoding="utf-8")
+    import editshop as shop  # noqa: PLC0415 - written above
+
+    try:
+        once = ConsumerPolicy.load({"steps": {"process": {"retry": {"max_attempts": 1}}}})
+        shop.orders.dispatch([shop.orders.transaction({"total": 450, "note": ""}, id="order-1", tenant="acme")])
+        consumer = getattr(shop, task)
+        consumer.run(once)
+        shop.breaks.clear()
+        assert edit("--set", "total=45").exit_code == DlqExit.OK
+        report = consumer.run(once)
+        assert report.counts["succeeded"] == 0
+        [record] = shop.orders.list_dead(DeadLetterQuery())
+        assert named in record.failure.error_message
+        assert shop.charged in ([450], [])
+        # What does not touch the effect goes through, and the effect is still one.
+        assert edit("--set", "total=450", "--set", "note=checked").exit_code == DlqExit.OK
+        assert consumer.run(once).counts["succeeded"] == 1
+        assert shop.charged in ([450], [])
+    finally:
+        sys.modules.pop("editshop")
+
+
+def edit(*words):
+    return CliRunner().invoke(app, ["dlq", "edit", "editshop:orders", "order-1", *words])
+
+
+def test_whoever_looks_meanwhile_finds_it_in_one_place_at_least(queue):
+    """The corrected one is there before the old one is gone."""
+    queue.dispatch([Transaction("order-1", {"total": 450})])
+    queue.settle([(fetched(queue), DeadLetter("declined"))])
+    [record] = queue.list_dead(DeadLetterQuery())
+    corrected = record.corrected({"total": 45}, by="kim", at=1_700_000_000.0, words="total")
+    queue.dispatch([corrected])
+    # As if the process had ended here: both are there, and the old one can still be thrown away.
+    assert [each.id for each in queue.list_dead(DeadLetterQuery())] == ["order-1"]
+    delivery = fetched(queue)
+    assert delivery.transaction.payload == {"total": 45}
+    queue.settle([(delivery, Ack())])
+    queue.discard_dead([record.place])
+    assert list(queue.list_dead(DeadLetterQuery())) == []
