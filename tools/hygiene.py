@@ -15,7 +15,7 @@ FOLDERS = "|".join(("wo" + "rk", "tm" + "p", "ro" + "ot", "ho" + "me", "op" + "t
 HOSTS = "|".join(("py" + r"pi\.org", "python" + r"hosted\.org", "npm" + r"js\.(?:org|com)", "crates" + r"\.io"))
 FORBIDDEN = re.compile(rf"(?<![\w.~)}}>])/(?:{FOLDERS})(?=[/\s\"'`:,;)]|$)|\b(?:{HOSTS})\b", re.MULTILINE)
 
-SKIPPED = {".git", "__pycache__", "dist", "build", "mutants", "htmlcov", "node_modules", "LICENSE"}
+SKIPPED = {".git", "__pycache__", "dist", "build", "mutants", "htmlcov", "site", "node_modules", "LICENSE"}
 
 
 def files(root: Path) -> Iterator[Path]:

@@ -79,7 +79,10 @@ EXCEPTIONS: dict[str, set[str]] = {
     "runner.settings": PYDANTIC,
     "runner.sources": PYDANTIC,
     "runner.exporting": {"opentelemetry"},
-    **{f"schema.{name}": {"psycopg"} for name in ("operation", "line", "lines", "failures", "snapshot")},
+    **{
+        f"schema.{name}": {"psycopg"}
+        for name in ("ear", "failures", "libraries", "line", "lines", "operation", "snapshot")
+    },
     "executor.jobs": STORAGE,
     "executor.jobs.timetable": {"cronsim"},
     "executor.stores": STORAGE,

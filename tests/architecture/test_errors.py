@@ -11,8 +11,8 @@ from tests.architecture.house import PACKAGE, modules
 
 SOURCE = Path(__file__).parents[2] / "src" / PACKAGE
 
-#: A signal inside the engine that never reaches a caller, and so carries no verdict.
-SIGNALS = {"ergon_framework.engine.outcome.Expired"}
+#: Signals inside the engine and inside a trial that never reach a caller, and so carry no verdict.
+SIGNALS = {"ergon_framework.engine.outcome.Expired", "ergon_framework.testing.scene.Death"}
 
 CASES = [("Stray", ValueError), ("Good", ErgonError)]
 

@@ -9,32 +9,14 @@ root=$(cd "$(dirname "$0")/../.." && pwd)
 folder=$(mktemp -d)
 web=
 trap 'if [ -n "$web" ]; then kill "$web" 2>/dev/null || true; fi; rm -rf "$folder"' EXIT
-passed=0
-failed=0
-
-# check NAME COMMAND...: the command must succeed; what it printed is shown if it does not.
-check() {
-    local name=$1
-    shift
-    if "$@" >"$folder/said" 2>&1; then
-        passed=$((passed + 1))
-        echo "ok: $name"
-    else
-        failed=$((failed + 1))
-        echo "FAILED: $name"
-        sed 's/^/    /' "$folder/said"
-    fi
-}
-
-# Constraints without their hashes: with hashes pip would want one for the wheel, which was just built.
-sed -E '/^ +(--hash|#)/d; s/ *\\$//' "$root/constraints/dev.txt" >"$folder/constraints.txt"
+source "$root/tests/docs/checking.sh"
 
 "${PYTHON:-python3}" -m venv "$folder/env"
 check "the wheel installs with its extras, beside a web framework" \
     "$folder/env/bin/pip" install --quiet --disable-pip-version-check --constraint "$folder/constraints.txt" \
     "ergon-framework[cli,postgres] @ file://$wheel" fastapi uvicorn
 
-cp -r "$root/examples/shop" "$folder/shop"
+cp -r "$root/examples/purchases" "$folder/shop"
 cd "$folder/shop"
 export PATH="$folder/env/bin:$PATH"
 unset PYTHONPATH

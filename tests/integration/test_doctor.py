@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -105,6 +106,25 @@ def test_people_read_what_is_broken_first_with_what_to_do(postgres, monkeypatch)
     assert lines[begin + 1].split()[:2] == ["broken", "schema"]
     assert lines[begin + 2].strip() == "do: run: ergon db upgrade"
     assert lines[-1].endswith("1 broken")
+
+
+def test_a_fresh_program_looks_at_a_database_and_at_its_queues_at_once(postgres, monkeypatch):
+    # In a process of its own: only there is nothing imported yet, and each look imports what it needs.
+    dsn = migrated(postgres)
+    monkeypatch.setenv("ERGON_POSTGRES__DSN", dsn)
+    queue_at(monkeypatch, dsn)
+    queue_at(monkeypatch, dsn, "invoices")
+    words = [sys.executable, "-c", "from ergon_framework.cli.main import main; main()", "doctor", "--json"]
+    answer = json.loads(subprocess.run(words, check=False, capture_output=True, text=True).stdout)
+    assert answer["broken"] == 0
+    assert set(of(answer, "queue orders")) == set(of(answer, "queue invoices")) == {"queue"}
+
+
+def test_what_is_refused_says_which_setting_to_mend_and_hides_no_word_of_that(postgres, monkeypatch):
+    monkeypatch.setenv("ERGON_POSTGRES__DSN", postgres.dsn("no_such_database"))
+    found = of(told(code=DoctorExit.BROKEN), "database")["refused"]
+    assert '"no_such_database" does not exist' in found["seen"]
+    assert found["do"].endswith("the rights: see postgres.dsn of ergon.toml, or ERGON_POSTGRES__DSN")
 
 
 def test_a_database_without_tables_is_broken_and_says_how_to_make_them(postgres, monkeypatch):

@@ -10,7 +10,9 @@ from typer.testing import CliRunner
 
 from ergon_framework.cli.app import app
 from ergon_framework.cli.facts_work import FactsExit
+from ergon_framework.connectors.base import Later
 from ergon_framework.facts.boundary import confirmed
+from ergon_framework.facts.connector import FactConnector
 from ergon_framework.facts.errors import EpochChanged
 from ergon_framework.facts.model import Cursor, Envelope, Fact, Pair, Side
 from ergon_framework.facts.stores.memory import MemoryBoundary
@@ -114,3 +116,25 @@ def test_a_database_that_is_away_is_told():
     assert done.exit_code == FactsExit.UNREACHED
     assert json.loads(done.stdout)["exit_code"] == int(FactsExit.UNREACHED)
     assert "secret" not in done.output
+
+
+@pytest.mark.spec("FAC-15")
+def test_a_consumer_that_stands_still_goes_on_when_an_operator_accepts_the_epoch(run, database):
+    where = {**PAIR._asdict(), "reader": "ledger"}
+    zones = ("--from", PAIR.from_zone, "--to", PAIR.to_zone, "--reader", "ledger")
+    with PostgresBoundary(database, accept_loss=True) as store:
+        store.append_fact(*stated(1))
+        store.append_fact(*stated(2))
+        before = FactConnector(store, **where)
+        (delivery, _) = before.fetch_transactions(2)
+        before.settle([(delivery, Later(600.0))])
+        epoch = store.new_epoch(by="ada", why="a test")
+    with PostgresBoundary(database, accept_loss=True) as store:
+        heir = FactConnector(store, **where)
+        with pytest.raises(EpochChanged, match="ergon facts epoch accept"):
+            heir.fetch_transactions(1)
+        assert "nothing was changed" in run("accept", *zones, stdin="n\n", code=FactsExit.NOT).stderr
+        told = json.loads(run("accept", *zones, "--yes", "--json").stdout)
+        assert told == {"reader": "ledger", "epoch": epoch, "dead_letters": 1}
+        assert len(heir.fetch_transactions(5)) == 1
+        assert heir.depth().dead == 1

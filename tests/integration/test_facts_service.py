@@ -41,8 +41,9 @@ def zones(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _served(zones, request):
-    zones.store = request.node.name
     zones.port = free_port()
+    # One of its own also for a test that is asked again: what was served before is served still.
+    zones.store = f"{request.node.name}-{zones.port}"
     zones.serve(zones.store, listen=f"127.0.0.1:{zones.port}")
 
 
@@ -283,9 +284,15 @@ def test_an_upload_goes_on_after_a_break(zones, plant):
     sent = content(8 * MEBIBYTE)
     here = []
 
+    def received():
+        return zones.host.call(zones.store, "received", "b", "k", stored(sent))
+
     def interrupt():
+        patience = time.monotonic() + 20
+        while not received() and time.monotonic() < patience:
+            time.sleep(0.01)  # what was sent may not have come yet
         restart(zones)
-        here.append(zones.host.call(zones.store, "received", "b", "k", stored(sent)))
+        here.append(received())
 
     blob = Interrupted(sent, 24, interrupt)
     assert plant.put_object("b", "k", blob, expected=stored(sent)) == stored(sent)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import time
+from types import SimpleNamespace
 
 import psycopg
 import pytest
@@ -15,7 +17,7 @@ from ergon_framework.cli.pause_work import PauseExit
 from ergon_framework.connectors.postgres import PostgresQueue
 from ergon_framework.connectors.postgres.pauses import PauseWatch
 from ergon_framework.connectors.redis import RedisQueue
-from ergon_framework.runner.pausing import PauseGate
+from ergon_framework.runner.pausing import PauseGate, pausable
 from ergon_framework.schema import migrate
 from ergon_framework.transaction import Transaction
 from tests.integration.running import Running
@@ -245,6 +247,15 @@ def test_a_schema_without_pauses_holds_nobody_back(postgres, watch):
     made = watch(dsn)
     until(lambda: made.known)
     assert PauseGate(made)() is None
+
+
+@pytest.mark.spec("CON-47")
+def test_a_start_that_nobody_paused_says_nothing_of_pauses(dsn, caplog):
+    task = SimpleNamespace(name="charge", connector=SimpleNamespace(name="orders"))
+    found = SimpleNamespace(postgres=SimpleNamespace(dsn=dsn), run=SimpleNamespace(pausable=True))
+    with caplog.at_level(logging.INFO), pausable(task, found) as (gate,):
+        assert gate() is None
+    assert not caplog.records
 
 
 def test_before_it_is_known_the_loop_waits_and_not_for_ever():

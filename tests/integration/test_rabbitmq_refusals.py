@@ -12,11 +12,22 @@ from ergon_framework import ConfigurationError, ConnectionLost
 from ergon_framework.connectors.rabbitmq import RabbitMQQueue
 
 
-@pytest.mark.parametrize("wrong", ["guest:wrong@{}/", "guest:guest@{}/nowhere"])
-def test_a_wrong_password_or_vhost_is_a_mistake_of_the_settings(rabbitmq, wrong):
+@pytest.mark.parametrize(
+    "wrong, why", [("guest:wrong@{}/", "Login was refused"), ("guest:guest@{}/nowhere", "vhost nowhere not found")]
+)
+def test_a_wrong_password_or_vhost_is_a_mistake_of_the_settings(rabbitmq, wrong, why):
     place = rabbitmq.partition("@")[2].rstrip("/")
-    with pytest.raises(ConfigurationError, match="does not let this user in"):
+    with pytest.raises(ConfigurationError, match=f"at {place} does not let this user in: .*{why}"):
         RabbitMQQueue("orders", url=f"amqp://{wrong.format(place)}").open()
+
+
+@pytest.mark.parametrize(
+    "place, why",
+    [("127.0.0.1:1", "ConnectionRefusedError: .*refused"), ("no-such-host.invalid:5672", "gaierror: .*known")],
+)
+def test_a_server_that_is_not_there_is_told_by_its_address_and_why(place, why):
+    with pytest.raises(ConnectionLost, match=f"RabbitMQ at {place} cannot be reached: {why}"):
+        RabbitMQQueue("orders", url=f"amqp://guest:guest@{place}/").open()
 
 
 @pytest.fixture

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections import defaultdict
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
 
 import pytest
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
@@ -15,6 +11,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.runner import exporting
+from tests.servers.otlp import attributes, receiver, spans
 
 HERE = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:4318"}
 
@@ -34,36 +31,10 @@ trace.set_tracer_provider(TracerProvider())
 ERGON = [sys.executable, "-P", "-c", "from ergon_framework.cli.main import main; main()", "run", "app:task"]
 
 
-@contextmanager
-def receiver():
-    """What is sent, by the path that it is sent to, and the address to send it to."""
-    received = defaultdict(list)
-
-    class Taking(BaseHTTPRequestHandler):
-        def do_POST(self):
-            received[self.path].append(self.rfile.read(int(self.headers["Content-Length"])))
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *args): ...
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Taking)
-    Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
-    try:
-        yield received, f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-
-
 def run(folder, source, **environ):
     (folder / "app.py").write_text(source, encoding="utf-8")
     done = subprocess.run(ERGON, cwd=folder, env=environ, capture_output=True, text=True, check=False, timeout=150)
     return done.returncode, done.stdout + done.stderr
-
-
-def attributes(resource):
-    return {one.key: one.value.string_value for one in resource.attributes}
 
 
 @pytest.mark.spec("RUN-04")
@@ -72,9 +43,8 @@ def test_traces_and_metrics_of_every_process_arrive_at_the_address_of_the_enviro
     (tmp_path / "ergon.toml").write_text(f"[run]\nprocesses = {processes}\n")
     with receiver() as (received, url):
         assert run(tmp_path, APP, OTEL_EXPORTER_OTLP_ENDPOINT=url)[0] == 0
-    traces = [ExportTraceServiceRequest.FromString(body) for body in received["/v1/traces"]]
-    spans = [span.name for one in traces for part in one.resource_spans for s in part.scope_spans for span in s.spans]
-    assert spans.count("start_processing") == 3 * int(processes)
+    names = [span.name for span in spans(received["/v1/traces"])]
+    assert names.count("start_processing") == 3 * int(processes)
     sent = [ExportMetricsServiceRequest.FromString(body) for body in received["/v1/metrics"]]
     instances, done = set(), {}
     for part in (part for one in sent for part in one.resource_metrics):

@@ -530,7 +530,7 @@ def _errors(run: _Run) -> Iterator[str]:
     if raised in ("FetchException", "FetchTimeoutException") and not _fetch_gives_up(run):
         yield f"{raised}, but no fetch failed as often as its budget allows"
     if raised == "LoopStalled":
-        held = sum(run.left(number) > ended for number in range(len(run.record.deliveries)))
+        held = sum(run.left(number) > ended - run.slack for number in range(len(run.record.deliveries)))
         if held < run.concurrency:
             yield f"LoopStalled with {held} bodies left running in {run.concurrency} slots"
     if raised not in (None, "LoopTimeout", "LoopStalled", "FetchException", "FetchTimeoutException"):

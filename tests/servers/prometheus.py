@@ -76,6 +76,12 @@ class PrivatePrometheus:
         found: list[dict[str, Any]] = self._api("query", query=expression)["result"]
         return found
 
+    def ask_range(self, expression: str, *, start: float, end: float, step: float) -> list[dict[str, Any]]:
+        """What it came to from *start* to *end*, every *step* seconds."""
+        asked = {"query": expression, "start": f"{start:.3f}", "end": f"{end:.3f}", "step": f"{step:g}"}
+        found: list[dict[str, Any]] = self._api("query_range", **asked)["result"]
+        return found
+
     def _api(self, path: str, **words: str) -> Any:
         url = f"http://127.0.0.1:{self.port}/api/v1/{path}?{urllib.parse.urlencode(words)}"
         try:

@@ -41,6 +41,7 @@ def test_a_database_out_of_reach_is_told_without_its_password(command, monkeypat
     assert done.exit_code == DbExit.FAILED
     assert "cannot be reached" in done.stderr
     assert "refused" in done.stderr
+    assert done.stderr.endswith("what to do: ergon doctor\n")
     assert SECRET not in done.output
 
 

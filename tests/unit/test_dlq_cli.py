@@ -217,10 +217,17 @@ def test_show_tells_everything_about_one_and_its_payload_only_if_asked(at_home):
     }
     assert (rows["tenant"].strip(), rows["trace"].strip(), rows["expires"].strip()) == ("acme", "f" * 32, "1e+99")
     assert rows["created"].strip() == "1970-01-01T00:00:00Z"
-    assert rows["attempt 0"].strip() == "1970-01-01T00:00:01Z SYSTEM busy no line"
+    assert rows["attempt 1"].strip() == "1970-01-01T00:00:01Z SYSTEM busy no line"
     assert "secret" not in shown
     assert "secret" in shop.run("show", "a", "--payload").stdout
     assert [record["place"] for record in shop.json("show", "a")] == ["1"]
+
+
+def test_the_type_of_an_error_is_told_once():
+    said = {"task_name": "charge", "reason_code": "x", "attempts": 1, "occurred_at": 1.0, "transaction_id": "a"}
+    for message in ("gone", "OSError: gone"):
+        failure = Failure(error_type="OSError", error_message=message, category="SYSTEM", **said)
+        assert dlq_view._error(failure) == "OSError: gone"
 
 
 def test_show_shows_each_of_a_transaction_that_is_dead_twice(at_home):
@@ -335,6 +342,7 @@ def test_a_limit_takes_the_oldest(shop):
 def test_with_nothing_to_do_all_is_well(shop):
     done = shop.run("replay", "--reason", "other", "--canary", "3")
     assert (done.exit_code, done.stdout.split()) == (0, ["orders", "replayed", "0"])
+    assert "orders has no dead letter that fits all filters; those it has are listed by ergon dlq list" in done.stderr
 
 
 class Odd(MemoryConnector):
@@ -665,7 +673,8 @@ def test_a_broker_that_does_not_answer_is_told(at_home):
 
     shop = put_in_place(Away("orders"))
     done = shop.run("list")
-    assert (done.exit_code, done.stderr) == (DlqExit.FAILED, "ergon: the broker is away\n")
+    assert done.exit_code == DlqExit.FAILED
+    assert done.stderr == "ergon: the broker is away -- to see which setting names it, and what to do: ergon doctor\n"
 
 
 @pytest.mark.parametrize("command", ["list", "show", "replay", "discard"])

@@ -59,6 +59,8 @@ def test_what_cannot_be_an_id_is_refused(name):
         (Kind.JOB, {"state": State.PENDING, "until": NOW + 30}, "30 seconds from now"),
         (Kind.CALL, {"state": State.RETRYING, "since": NOW, "words": "timeout"}, "was to be made again (timeout)"),
         (Kind.FACT, {"state": State.DROPPED, "since": NOW}, "retention has dropped the fact itself"),
+        (Kind.JOB, {"state": State.FAILED, "words": "kept"}, "it has failed: kept"),
+        (Kind.JOB, {"state": State.RUNNING}, "it is running"),
     ],
 )
 def test_a_place_is_told_in_a_sentence(kind, place, said):
@@ -75,4 +77,8 @@ def test_the_command_is_one_that_a_shell_understands():
     dead = history(Kind.TRANSACTION, State.DEAD)
     assert next_of(dead, {"orders": "app:charge"}).endswith("ergon dlq replay app:charge --id='o 1'")
     assert next_of(dead, {}).endswith("ergon dlq replay MODULE:NAME --id='o 1'")
+    assert next_of(dead, {"orders": "orders"}).endswith("ergon dlq replay orders --id='o 1'")
+    ready = history(Kind.TRANSACTION, State.READY)
+    assert next_of(ready, {"orders": "app:charge"}).endswith("ergon run app:charge")
+    assert next_of(ready, {"orders": "orders"}).endswith("ergon run MODULE:TASK")  # a queue is no task
     assert next_of(history(Kind.TRANSACTION, State.DONE), {}) == ""

@@ -17,8 +17,10 @@ from ergon_framework.runner.settings import PROCESSES
 #: Groups of commands, each in the module of its name.
 GROUPS: Final = ("policy", "dlq", "db", "provider", "executor", "job", "facts")
 #: Commands that are in modules of their names.
-SINGLE: Final = ("why", "doctor", "pause", "resume", "paused")
+SINGLE: Final = ("new", "why", "top", "doctor", "pause", "resume", "paused")
 LATER: Final = (*SINGLE, *GROUPS)
+#: Longer than any first sentence.
+_WHOLE: Final = 1_000
 
 
 class Commands(TyperGroup):
@@ -32,6 +34,12 @@ class Commands(TyperGroup):
             made = getattr(import_module(f"ergon_framework.cli.{cmd_name}"), cmd_name)
             self.add_command(get_group(made) if cmd_name in GROUPS else get_command(made), cmd_name)
         return super().get_command(ctx, cmd_name)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Each with its whole first sentence: one that is cut off does not say what the command is for."""
+        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, command.get_short_help_str(_WHOLE)) for name, command in commands])
 
 
 app = typer.Typer(

@@ -17,6 +17,7 @@ from ergon_framework.cli.run import Options, enter, load, look, prepare, tell
 from ergon_framework.cli.summary import told
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.runner.exits import Exit
+from ergon_framework.runner.journalling import journalled
 from ergon_framework.runner.leaving import flush, guard, leave
 from ergon_framework.runner.lifeline import Lifeline
 from ergon_framework.runner.pausing import pausable
@@ -60,7 +61,7 @@ def main(given: str) -> int:
     except ConfigurationError as error:
         typer.echo(f"ergon: {error}", err=True)
         return Exit.USAGE
-    with pausable(task, found) as gates:
+    with pausable(task, found) as gates, journalled(task, found) as journal:
         process = Process(
             task,
             rules,
@@ -69,6 +70,7 @@ def main(given: str) -> int:
             blocked=found.run.probes.blocked,
             depth=depth,
             gates=gates,
+            on_outcome=journal.on_outcome,
         )
         orders.go_to(process)
         line.report("loaded", {"drain": rules.loop.drain_timeout, "task": task.name})
@@ -77,6 +79,7 @@ def main(given: str) -> int:
         beating = (line, process, counting, found.run.probes.interval)
         Thread(target=_beat, args=beating, name="ergon-beat", daemon=True).start()
         ended = process.run()
+        journal.finish(ended.deadline)
     guard(ended)
     tell(ended)
     counting.tell(last=True)

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ergon_framework.cli.telling import explained
 from ergon_framework.errors import ErgonError, extra, text
 from ergon_framework.runner.exits import ExitCode
 from ergon_framework.runner.settings import database
@@ -145,7 +146,7 @@ def _failed(error: ErgonError, *, as_json: bool) -> DbExit:
     if as_json:
         _print({"error": text(error)}, DbExit.FAILED)
     else:
-        typer.echo(f"ergon: {text(error)}", err=True)
+        typer.echo(f"ergon: {explained(error)}", err=True)
     return DbExit.FAILED
 
 

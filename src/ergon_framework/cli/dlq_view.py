@@ -15,7 +15,7 @@ from rich.text import Text
 
 from ergon_framework.cli.summary import tell
 from ergon_framework.connectors.deadletters import DeadLetterRecord
-from ergon_framework.failure import EDITED
+from ergon_framework.failure import EDITED, Failure
 
 #: The longest text in a cell of a list; `show` has the whole one.
 CELL = 60
@@ -82,7 +82,7 @@ def _cells(record: DeadLetterRecord, *, payload: bool) -> Iterator[str]:
     yield from (record.place, told(record.at), *(clean(cell, LONGEST) for cell in (record.id, record.reason)))
     yield clean(record.envelope.type, LONGEST)
     yield str(record.envelope.attempts if failure is None else failure.attempts)
-    yield "" if failure is None else clean(f"{failure.error_type}: {failure.error_message}", CELL)
+    yield "" if failure is None else clean(_error(failure), CELL)
     if payload:
         yield clean(_payload(record), CELL)
 
@@ -92,7 +92,7 @@ def _facts(record: DeadLetterRecord) -> Iterator[tuple[str, Any]]:
     yield from (("queue", record.queue), ("place", record.place), ("died", told(record.at)), ("reason", record.reason))
     if failure is not None:
         yield from (("task", failure.task_name), ("step", failure.step), ("category", failure.category))
-        yield "error", f"{failure.error_type}: {failure.error_message}"
+        yield "error", _error(failure)
         yield "attempts", failure.attempts
     yield "deliveries", record.deliveries
     yield from ((name, getattr(envelope, name)) for name in ("source", "type", "key", "tenant", "correlation"))
@@ -104,7 +104,14 @@ def _facts(record: DeadLetterRecord) -> Iterator[tuple[str, Any]]:
         if past.code == EDITED:
             yield "edited", f"{told(past.at)} {past.error}"
             continue
-        yield f"attempt {past.attempt}", f"{told(past.at)} {past.category} {past.code or ''} {past.error}"
+        # As people count, and as the row above and ergon why do: the first is 1.
+        yield f"attempt {past.attempt + 1}", f"{told(past.at)} {past.category} {past.code or ''} {past.error}"
+
+
+def _error(failure: Failure) -> str:
+    """Type and message; what was raised by others has its type in its message already."""
+    kind, message = failure.error_type, failure.error_message
+    return message if message.startswith(f"{kind}: ") else f"{kind}: {message}"
 
 
 def _payload(record: DeadLetterRecord) -> str:

@@ -21,6 +21,7 @@ from ergon_framework.cli.dlq_progress import shown
 from ergon_framework.cli.dlq_view import as_line, clean, show_list, show_one, told
 from ergon_framework.cli.logs import configure
 from ergon_framework.cli.summary import tell
+from ergon_framework.cli.telling import explained
 from ergon_framework.connectors.base import Connector
 from ergon_framework.connectors.bridge import as_sync
 from ergon_framework.connectors.deadletters import Became, DeadLetterQuery
@@ -201,6 +202,9 @@ def _report(connector: Connector, order: Order, *, letters: Sequence[Letter], ta
         tell(connector.name, list(_rows(order, letters=letters, tally=tally)))
     if tally.stopped is not None:
         _say(_why(order, letters=letters, tally=tally))
+    elif not letters and not order.as_json:
+        fits = "" if order.everything else " that fits all filters"
+        _say(f"{connector.name} has no dead letter{fits}; those it has are listed by ergon dlq list")
 
 
 def _summary(
@@ -287,7 +291,7 @@ def with_connector(where: str, work: Callable[[Connector], DlqExit]) -> DlqExit:
         _say(text(error))
         return DlqExit.USAGE
     except ErgonError as error:
-        _say(text(error))
+        _say(explained(error))
         return DlqExit.FAILED
 
 

@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from threading import Lock
 from typing import Final
 
 from ergon_framework.connectors import schemes
 from ergon_framework.connectors.base import AsyncConnector, Connector, ConnectorError
 from ergon_framework.connectors.bridge import as_sync
-from ergon_framework.errors import ConfigurationError, ErgonError, MissingExtraError, extra, text
+from ergon_framework.errors import ConfigurationError, ErgonError, MissingExtraError, text
 from ergon_framework.executor.pool import ExecutorPool, PoolPolicy
 from ergon_framework.executor.process import Command
 from ergon_framework.facts.boundary import Boundary
@@ -24,6 +25,7 @@ from ergon_framework.runner import sources
 from ergon_framework.runner.loading import load_anything
 from ergon_framework.runner.queues import NamedQueue
 from ergon_framework.runner.settings import Settings
+from ergon_framework.schema import libraries
 from ergon_framework.task.base import AsyncTask, Task
 from ergon_framework.task.mixins.consumer import AsyncConsumerMixin, ConsumerMixin
 from ergon_framework.task.mixins.policies import ConsumerPolicy
@@ -32,6 +34,9 @@ from ergon_framework.task.worst import refuse_too_long
 #: What stands for a queue where only a server is named; it is never made.
 _NOBODY: Final = "ergon-doctor"
 _BROKERS: Final = ("rabbitmq", "nats", "redis")
+#: Held while something is imported. All are looked at at once, and of two threads that import a package and a part of
+#: it at the same moment one may be given what is only half made.
+_IMPORTS: Final = Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +89,7 @@ def named_by(found: Settings, timeout: float) -> Iterator[Patient]:
             yield Patient(
                 broker,
                 _setting(broker, "url"),
-                lambda wall, url=url: _connector(schemes.connect(_NOBODY, url, {}), wall),  # type: ignore[misc] # as above
+                lambda wall, url=url: _server(url, wall),  # type: ignore[misc] # as above
                 url,
                 server_only=True,
             )
@@ -114,10 +119,10 @@ def named(name: str, found: Settings, timeout: float) -> Iterator[Patient]:
 
 def _database(dsn: str, timeout: float, wall: Wall) -> Sequence[Finding]:
     # Loaded when it is needed: not everybody has its libraries.
-    for library in ("psycopg",):
-        extra("postgres", library)
-    examining = importlib.import_module("ergon_framework.connectors.postgres.examining")
-    lines = importlib.import_module("ergon_framework.schema.lines").Lines(dsn, other=ConnectorError)
+    with _IMPORTS:
+        libraries.needed()
+        examining = importlib.import_module("ergon_framework.connectors.postgres.examining")
+        lines = importlib.import_module("ergon_framework.schema.lines").Lines(dsn, other=ConnectorError)
     try:
         found: Sequence[Finding] = lines.run(examining.examined(lines, None, wall), within=timeout)
     finally:
@@ -127,11 +132,20 @@ def _database(dsn: str, timeout: float, wall: Wall) -> Sequence[Finding]:
 
 def _queue(name: str, found: Settings, wall: Wall) -> Sequence[Finding]:
     url, options = found.queue(name)
-    return _connector(schemes.connect(name, url, options), wall)
+    with _IMPORTS:
+        connector = schemes.connect(name, url, options)
+    return _connector(connector, wall)
+
+
+def _server(url: str, wall: Wall) -> Sequence[Finding]:
+    with _IMPORTS:
+        connector = schemes.connect(_NOBODY, url, {})
+    return _connector(connector, wall)
 
 
 def _connector(connector: Connector | AsyncConnector, wall: Wall) -> Sequence[Finding]:
-    behind = connector.connector if isinstance(connector, NamedQueue) else connector
+    with _IMPORTS:
+        behind = connector.connector if isinstance(connector, NamedQueue) else connector
     can = behind.capabilities
     if isinstance(behind, Examinable):
         try:
@@ -163,8 +177,10 @@ def _policy(task: Task | AsyncTask, found: Settings) -> Sequence[Finding]:
     if not consumes:
         return [Finding("policy", Weight.FINE, "it only produces; no broker waits for it", shared=False)]
     policy = found.policy(task.name, task.policy if isinstance(task.policy, ConsumerPolicy) else ConsumerPolicy())
+    with _IMPORTS:
+        can = task.connector.capabilities
     try:
-        refuse_too_long(policy, task.connector.capabilities, queue=task.connector.name)
+        refuse_too_long(policy, can, queue=task.connector.name)
     except ConfigurationError as error:
         words, _, do = text(error).partition("; ")
         return [Finding("policy", Weight.BROKEN, words, do or "run: ergon policy explain", shared=False)]

@@ -131,7 +131,7 @@ def _failed(error: Exception, patient: Patient, timeout: float) -> Finding:
         "refused",
         Weight.BROKEN,
         words,
-        do if semicolon else f"{mend}: its user, password, name and rights",
+        do if semicolon else f"mend the user, the password, the name or the rights: see {patient.setting}",
         shared=False,
     )
 

@@ -11,6 +11,7 @@ from ergon_framework.errors import ConfigurationError
 from ergon_framework.executor.runtime import Runtime
 from ergon_framework.executor.streams import Streams
 from ergon_framework.executor.watch import Watch
+from ergon_framework.runner import exporting
 from ergon_framework.runner.exits import Exit
 from ergon_framework.runner.leaving import flush, guard
 from ergon_framework.runner.loading import load_registry, search_here
@@ -30,7 +31,10 @@ def run_handlers(name: str, *, grace: float, log_level: str | None) -> int:
         found = settings(None)
         configure((log_level or found.logging.level).upper(), found.logging.format)
         search_here()
-        runtime = Runtime(load_registry(name))
+        registry = load_registry(name)
+        # After the handlers are in, which may have set telemetry up themselves, and before the runtime asks for it.
+        exporting.export(name)
+        runtime = Runtime(registry)
     except ConfigurationError as error:
         typer.echo(f"ergon: {error}", err=True)
         return Exit.USAGE

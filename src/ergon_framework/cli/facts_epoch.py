@@ -145,6 +145,41 @@ def adopt(
     raise typer.Exit(_done(work, side=side, accept_loss=accept_loss, config=config, as_json=json))
 
 
+@epoch.command()
+def accept(
+    *,
+    from_zone: Annotated[str, typer.Option("--from", metavar="ZONE", help="The zone that facts come from.")],
+    to_zone: Annotated[str, typer.Option("--to", metavar="ZONE", help="The zone that they are for.")],
+    reader: Annotated[str, typer.Option(help="The consumer that stands still.")] = "default",
+    yes: Yes = False,
+    side: SideOption = Side.INNER,
+    accept_loss: AcceptLoss = False,
+    config: Config = None,
+    json: Json = False,
+) -> None:
+    """Let a consumer go on in a new epoch of this store, after you have seen what it has already handled.
+
+    Its cursor stays where it is. What it had put off becomes dead letters with the reason epoch_changed, because
+    offsets may mean other facts now; of what it had handled some may come again. Start the consumer afterwards.
+
+    Exit codes: 0 accepted, 1 you said no, or refused, 2 wrong, 3 out of reach.
+
+    Example: ergon facts epoch accept --from "Plant A" --to HQ --reader ledger
+    """
+
+    def work(store: Any) -> FactsExit:
+        words = f"is {reader!r} to go on with facts from {from_zone!r} to {to_zone!r} in epoch {store.epoch}?"
+        if not yes and not typer.confirm(words, err=True):
+            return _no()
+        buried = store.fact_side().forget_epoch(Pair(from_zone, to_zone), reader)
+        told = {"reader": reader, "epoch": store.epoch, "dead_letters": buried}
+        plain = f"{reader} may go on in epoch {store.epoch}; dead letters of what it had put off: {buried}"
+        typer.echo(jsons.dumps(told) if json else plain)
+        return FactsExit.OK
+
+    raise typer.Exit(_done(work, side=side, accept_loss=accept_loss, config=config, as_json=json))
+
+
 def _named(actor: str) -> None:
     if not actor.strip():
         raise ConfigurationError("an epoch is kept with who began it or took it over; say --actor, or set ERGON_ACTOR")

@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 
 from ergon_framework.cli import job_view as view
+from ergon_framework.cli.telling import explained
 from ergon_framework.errors import ConfigurationError, ErgonError, text
 from ergon_framework.runner.exits import ExitCode
 from ergon_framework.runner.settings import database
@@ -205,7 +206,7 @@ def done(work: Callable[[Any], JobExit], *, config: Path | None, as_json: bool, 
         if as_json:
             typer.echo(jsons.dumps({"error": text(error), "exit_code": int(code)}))
         else:
-            _say(text(error))
+            _say(explained(error))
         return code
 
 

@@ -10,6 +10,8 @@ from ergon_framework.telemetry.logs import TransactionFilter
 
 #: What every record has; whatever else is there was given as a field.
 _OWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+#: Libraries that log every step of every connection, and as errors what our own errors and events tell already.
+_TALKATIVE = ("pika",)
 
 
 class Fielded(logging.Formatter):
@@ -39,8 +41,14 @@ class Structured(logging.Formatter):
 
 
 def configure(level: str, form: str = "text") -> None:
-    """Log *level* and above to stderr, unless the program has already said where logs go."""
+    """Log *level* and above to stderr, unless the program has already said where logs go.
+
+    What talkative libraries say is logged at the level debug only.
+    """
     handler = logging.StreamHandler()
     handler.setFormatter(Structured() if form == "json" else Fielded("%(asctime)s %(levelname)s %(message)s"))
     handler.addFilter(TransactionFilter())
     logging.basicConfig(level=level, handlers=[handler])
+    for library in map(logging.getLogger, _TALKATIVE):
+        if level != "DEBUG" and library.level == logging.NOTSET:
+            library.setLevel(logging.CRITICAL)

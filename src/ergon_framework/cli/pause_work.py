@@ -17,10 +17,12 @@ import typer
 from ergon_framework.cli.dlq_view import clean, told
 from ergon_framework.cli.logs import configure
 from ergon_framework.cli.summary import tell
-from ergon_framework.errors import ConfigurationError, ErgonError, extra, text
+from ergon_framework.cli.telling import explained
+from ergon_framework.errors import ConfigurationError, ErgonError, text
 from ergon_framework.runner.exits import ExitCode
 from ergon_framework.runner.loading import load_task, search_here
 from ergon_framework.runner.settings import database
+from ergon_framework.schema import libraries
 
 if TYPE_CHECKING:
     from ergon_framework.connectors.postgres.pauses import Fetching, Paused
@@ -47,8 +49,7 @@ class _Desk:
 
     def __init__(self, dsn: str) -> None:
         # Loaded when it is needed: not everybody has its libraries.
-        for library in ("psycopg",):
-            extra("postgres", library)
+        libraries.needed()
         self._pauses = importlib.import_module("ergon_framework.connectors.postgres.pauses")
         self._lines = importlib.import_module("ergon_framework.schema.lines").Lines(dsn)
 
@@ -170,7 +171,7 @@ def _with(work: Callable[[_Desk], PauseExit], *, config: Path | None, as_json: b
         if as_json:
             _print({"error": text(error), "exit_code": int(code)})
         else:
-            _say(text(error))
+            _say(explained(error))
         return code
 
 

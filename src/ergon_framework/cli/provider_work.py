@@ -13,10 +13,12 @@ from typing import Any
 import typer
 
 from ergon_framework.cli import provider_view as view
-from ergon_framework.errors import ErgonError, extra, text
+from ergon_framework.cli.telling import explained
+from ergon_framework.errors import ErgonError, text
 from ergon_framework.providers.books import Account
 from ergon_framework.runner.exits import ExitCode
 from ergon_framework.runner.settings import database
+from ergon_framework.schema import libraries
 
 #: The account that all tenants share.
 ALL = "*"
@@ -113,14 +115,13 @@ def _done(work: Callable[[str], ProviderExit], *, config: Path | None, as_json: 
         if as_json:
             typer.echo(jsons.dumps({"error": text(error), "exit_code": int(ProviderExit.FAILED)}))
         else:
-            typer.echo(f"ergon: {text(error)}", err=True)
+            typer.echo(f"ergon: {explained(error)}", err=True)
         return ProviderExit.FAILED
 
 
 def _needed(name: str) -> Any:
     # Loaded when it is needed: not everybody has its libraries, and no other command needs them.
-    for library in ("psycopg",):
-        extra("postgres", library)
+    libraries.needed()
     return importlib.import_module(f"ergon_framework.providers.sql.{name}")
 
 

@@ -17,10 +17,13 @@ import typer
 
 from ergon_framework.cli.logs import configure
 from ergon_framework.cli.summary import as_line, show, show_all, summed
+from ergon_framework.cli.telling import explained
 from ergon_framework.errors import ConfigurationError, ErgonError
 from ergon_framework.runner import exporting, queues
 from ergon_framework.runner.exits import Exit
 from ergon_framework.runner.health import STARTING, Health
+from ergon_framework.runner.journalling import check as check_journal
+from ergon_framework.runner.journalling import journalled
 from ergon_framework.runner.leaving import flush, guard, leave
 from ergon_framework.runner.loading import load_policy, load_task
 from ergon_framework.runner.measuring import looks
@@ -94,6 +97,7 @@ def prepare(options: Options, found: Settings) -> None:
 
 def load(options: Options, found: Settings) -> tuple[Runnable, ConsumerPolicy]:
     """The task, and the policy that it is to obey."""
+    check_journal(found)
     task = load_task(options.task)
     if isinstance(task.connector, queues.NamedQueue):
         # A queue that nobody can find is a mistake of the settings, told before anything has begun.
@@ -121,7 +125,7 @@ def tell(ended: Ended) -> None:
     if ended.forced:
         typer.echo(f"ergon: {Exit.FORCED.meaning}", err=True)
     elif isinstance(ended.error, ErgonError):
-        typer.echo(f"ergon: {ended.error}", err=True)
+        typer.echo(f"ergon: {explained(ended.error)}", err=True)
     elif ended.error is not None:
         typer.echo("".join(traceback.format_exception(ended.error)).rstrip(), err=True)
 
@@ -145,7 +149,7 @@ def _run_one(options: Options, found: Settings, as_json: bool) -> int:  # noqa: 
     with probed(found.run.probes, check, Sums().read) as port:
         _answers(port, found)
         task, rules = load(options, found)
-        with pausable(task, found) as gates:
+        with pausable(task, found) as gates, journalled(task, found) as journal:
             process = Process(
                 task,
                 rules,
@@ -154,9 +158,11 @@ def _run_one(options: Options, found: Settings, as_json: bool) -> int:  # noqa: 
                 blocked=found.run.probes.blocked,
                 depth=look(task, found),
                 gates=gates,
+                on_outcome=journal.on_outcome,
             )
             running.append(process)
             ended = process.run()
+            journal.finish(ended.deadline)
         guard(ended)
         tell(ended)
         if as_json:

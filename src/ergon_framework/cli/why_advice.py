@@ -30,7 +30,8 @@ def next_of(history: History, names: Mapping[str, str]) -> str:
 
 
 def _plain(_history: History, place: Place, _now: float) -> str:
-    words = f"it is {place.state.value}{_since(place)}"
+    verb = "has" if place.state in (State.SUCCEEDED, State.FAILED) else "is"
+    words = f"it {verb} {place.state.value}{_since(place)}"
     return f"{words}: {place.words}" if place.words else words
 
 
@@ -112,7 +113,9 @@ def _show_job(history: History, _name: str | None) -> str:
 
 
 def _worker(_history: History, name: str | None) -> str:
-    return f"nothing, if a worker runs; else: ergon run {name or 'MODULE:TASK'}"
+    # The name of a queue alone is no task.
+    task = name if name is not None and ":" in name else "MODULE:TASK"
+    return f"nothing, if a worker runs; else: ergon run {task}"
 
 
 def _executors(_history: History, _name: str | None) -> str:

@@ -11,8 +11,8 @@ from typing import Any
 from ergon_framework.cli.dlq_work import opened
 from ergon_framework.connectors.base import ConnectorError
 from ergon_framework.connectors.tracing import traced, unsearchable
-from ergon_framework.errors import extra
 from ergon_framework.history import History, Question, Traceable
+from ergon_framework.schema import libraries
 
 #: Seconds for all questions of one source, and for reaching it.
 _WITHIN = 30.0
@@ -60,13 +60,13 @@ class Tables:
 def tables(dsn: str) -> Iterator[tuple[Sequence[Tables], Sequence[Tables]]]:
     """What the database has: first where correlations are found, then where they are asked for."""
     # Loaded when it is needed: not everybody has its libraries, and no other command needs them all.
-    for library in ("psycopg",):
-        extra("postgres", library)
-    queues, jobs, calls, facts = (
+    libraries.needed()
+    queues, jobs, journal, calls, facts = (
         importlib.import_module(f"ergon_framework.{name}")
         for name in (
             "connectors.postgres.tracing",
             "executor.jobs.tracing",
+            "connectors.postgres.journal",
             "providers.sql.tracing",
             "facts.stores.postgres_tracing",
         )
@@ -77,6 +77,7 @@ def tables(dsn: str) -> Iterator[tuple[Sequence[Tables], Sequence[Tables]]]:
             (
                 Tables("queues of the database", lines, lambda question: queues.trace(question.id)),
                 Tables("jobs of the database", lines, lambda question: jobs.trace(question.id)),
+                Tables("journal of the database", lines, lambda question: journal.trace(question.id)),
             ),
             (
                 Tables("provider calls of the database", lines, lambda question: calls.trace(question.names)),

@@ -101,9 +101,8 @@ def explained(
         if number:
             typer.echo()
         view.show(history, now=now, advice=next_of(history, names))
-    for answer in inquiry.answers:
-        if answer.error is not None:
-            _say(f"{answer.source} did not answer: {answer.error}")
+    for why, sources in _unanswered(inquiry).items():
+        _say(f"{', '.join(sources)} did not answer: {why}")
     if not histories:
         _say(_unknown(inquiry))
     return inquiry.code
@@ -131,7 +130,9 @@ def _asked(
         inquiry.ask((*first, *connected))
         inquiry.widen()
         inquiry.ask(then)
-    return inquiry, {one.queue: one.where for one in connected if one.queue is not None}, rules
+    # Those of the settings that the tables of the database know, too: their names alone are enough.
+    names = {name: name for name, said in found.queues.items() if (said.url or "").startswith("postgres")}
+    return inquiry, names | {one.queue: one.where for one in connected if one.queue is not None}, rules
 
 
 def _rules(name: str, found: Settings) -> dict[str, Value]:
@@ -171,6 +172,15 @@ def _told(inquiry: Inquiry, histories: Sequence[History], names: Mapping[str, st
     }
 
 
+def _unanswered(inquiry: Inquiry) -> dict[str, list[str]]:
+    """Who did not answer, by why: one outage is told once."""
+    found: dict[str, list[str]] = {}
+    for answer in inquiry.answers:
+        if answer.error is not None:
+            found.setdefault(answer.error, []).append(answer.source)
+    return found
+
+
 def _unknown(inquiry: Inquiry) -> str:
     asked = ", ".join(
         f"{one.source} ({one.note})" if one.note else one.source for one in inquiry.answers if one.error is None
@@ -178,7 +188,8 @@ def _unknown(inquiry: Inquiry) -> str:
     doubt = " of those who answered" if inquiry.code is WhyExit.UNANSWERED else ""
     return (
         f"nobody{doubt} knows {view.short(inquiry.question.id)!r}; asked: {asked or 'nobody else'}. What has succeeded "
-        "leaves a trace only where a queue has an inbox; other brokers are asked with --queue"
+        "leaves a trace only where a queue has an inbox or its workers a journal (run.journal.on); other brokers are "
+        "asked with --queue"
     )
 
 

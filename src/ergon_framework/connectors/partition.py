@@ -82,13 +82,17 @@ class Partition:
         """Move the position beyond records that need not be handed out."""
         while self.position < end and (self.position in self._done or self.position in self._aside):
             if self.position in self._aside:
-                self.settled(self.position)
+                # Whoever has what is kept for it in hand goes on having it.
+                self._pass(self.position)
             self.position += 1
 
     def settled(self, offset: int) -> None:
         """The record is done with; the watermark moves as far as there is no gap."""
         self.held.pop(offset, None)
         self._turns.pop(offset, None)
+        self._pass(offset)
+
+    def _pass(self, offset: int) -> None:
         if offset < self.watermark:
             return
         self._done.add(offset)

@@ -7,6 +7,7 @@ from typing import Any
 
 from ergon_framework.executor.protocol import ExecutionOutcome, ExecutionRequest, Status
 from ergon_framework.telemetry import logs
+from ergon_framework.telemetry.context import inbound, within
 from ergon_framework.telemetry.names import Attribute, Span
 from ergon_framework.telemetry.options import DEFAULTS
 from ergon_framework.telemetry.spans import Node, tracing
@@ -22,10 +23,13 @@ class Observer:
 
     def begin(self, request: ExecutionRequest) -> Context:
         """Begin the span of *request*; the variables that its handler is to run in."""
-        if self._tracing is None:
-            return copy_context()
         try:
             context = request.context
+            if self._tracing is None:
+                # An executor sees little of the environment, so it often records nothing while all around it do: what
+                # its handlers send belongs to the trace all the same.
+                came_with = inbound(context.carrier)
+                return copy_context() if came_with is None else within(copy_context(), came_with)
             told: dict[str, Any] = {
                 Attribute.TRANSACTION_ID: request.job_id,
                 Attribute.HANDLER: request.function_name,

@@ -23,6 +23,7 @@ from ergon_framework.executor.guard import Guard
 from ergon_framework.executor.process import STRAYS, Command, ExecutorProcess
 from ergon_framework.executor.protocol import ExecutionOutcome, write_call
 from ergon_framework.executor.tally import Figures, PoolTally
+from ergon_framework.failure import MESSAGE
 from ergon_framework.policy import Policy
 from ergon_framework.task.mixins.policies import RetryPolicy
 from ergon_framework.telemetry import logs
@@ -396,6 +397,9 @@ class ExecutorPool:
         if not process.killed:
             self.counts["died"] += 1
             told = {Names.EXECUTOR: self.name, Names.PID: process.pid, Names.EXIT_CODE: how}
+            if not process.answered:
+                said = process.last_words or "it said nothing"
+                told[Names.ERROR] = f"{self._command.words[0]!r} ended before its first answer: {said}"[:MESSAGE]
             logs.say(logging.ERROR, Event.EXECUTOR_ENDED, told, to=log)
 
 

@@ -93,6 +93,8 @@ class ExecutorProcess:
         self.killed = False
         #: Whether it has answered for a job that it did not have: its next answer may be another such one.
         self.suspect = False
+        #: What it wrote to stderr before its first answer that says most of why there was none, without credentials.
+        self.last_words = ""
         self._retired = False
         self._leaving: asyncio.Future[None] | None = None
         self._loop = asyncio.get_running_loop()
@@ -300,7 +302,11 @@ class ExecutorProcess:
             self._tell(line)
 
     def _tell(self, line: bytes | Overlong) -> None:
-        if isinstance(line, Overlong) or not log.isEnabledFor(logging.INFO):
+        if isinstance(line, Overlong):
+            return
+        if not self.answered:
+            self._remember(line)
+        if not log.isEnabledFor(logging.INFO):
             return
         told: dict[str, Any] = {Names.LINE: masked(line.decode(errors="replace")[:SAID]), Names.PID: self.pid}
         if len(self._flights) == 1:
@@ -308,6 +314,12 @@ class ExecutorProcess:
             (job_id,) = self._flights
             told |= {Names.TRANSACTION_ID: job_id, Names.TRACE_ID: self._trace.get(job_id)}
         logs.say(logging.INFO, Event.EXECUTOR_SAID, told, to=log)
+
+    def _remember(self, line: bytes) -> None:
+        # A traceback goes on behind its error in some languages, and ends with it in others.
+        words = masked(line.decode(errors="replace")[:SAID]).strip()
+        if words and ("rror" in words or "rror" not in self.last_words):
+            self.last_words = words
 
     # -- the end ----------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 from ergon_framework.facts.errors import FactError, NotOffered
 from ergon_framework.facts.model import (
@@ -24,6 +24,9 @@ from ergon_framework.facts.model import (
     Stored,
     StoredFact,
 )
+
+if TYPE_CHECKING:
+    from ergon_framework.facts.side import FactSide
 
 #: Bytes that an artifact is read and written in, at a time.
 CHUNK: Final = 256 * 1024
@@ -106,6 +109,10 @@ class _Described(ABC):
     def listen(self, wake: Callable[[], None]) -> Unlisten:  # noqa: ARG002 - a store without signals has no use for it
         """Have *wake* called when facts may have come, from any thread, until the returned function is called."""
         return _nothing
+
+    def fact_side(self) -> FactSide | None:
+        """Where consumers keep what it does not keep for them; None if there is no room for it here."""
+        return None
 
 
 def _nothing() -> None: ...

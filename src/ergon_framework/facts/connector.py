@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -26,7 +28,7 @@ from ergon_framework.engine.drivers.caller import AsyncCaller, Caller
 from ergon_framework.facts.boundary import AsyncBoundary, Boundary
 from ergon_framework.facts.log import Calls, FactLog
 from ergon_framework.facts.model import Pair, check_zone
-from ergon_framework.facts.side import FactSide, MemoryFactSide
+from ergon_framework.facts.side import FactSide, MemoryFactSide, Reading, SideCalls
 from ergon_framework.transaction import Transaction
 
 #: A waiting fetch looks at least this often, in case its boundary has no signals.
@@ -62,15 +64,16 @@ class _FactConnector:
         self._codec = codec or JsonCodec()
         self._arrivals = Arrivals()
         self._unlisten: Unlisten | None = None
-        self._log = FactLog(
-            self._name,
-            calls,
-            self.pair,
-            reader=reader,
-            side=MemoryFactSide() if side is None else side,
-            codec=self._codec,
-            wall=wall,
-        )
+        self.side: FactSide = (side or boundary.fact_side()) or MemoryFactSide()
+        reading = Reading(self.pair, reader, self._name, self._codec, self._lasts)
+        self._log = FactLog(calls, self._asked(reading), reading, wall=wall, lock=threading.Lock())
+
+    @abstractmethod
+    def _asked(self, reading: Reading) -> SideCalls:
+        """What is called of the side, in this flavour."""
+
+    def _lasts(self) -> bool:
+        return self.boundary.capabilities.durable is not False
 
     @property
     def name(self) -> str:
@@ -118,10 +121,6 @@ class _FactConnector:
         if any(isinstance(settlement, Release) for _, settlement in settlings):
             self._arrivals.arrived()
 
-    def _listed(self, query: DeadLetterQuery, after: str | None, limit: int) -> Sequence[DeadLetterRecord]:
-        with self._log.side.lock:
-            return self._log.side.list_dead(query, after=after, limit=limit)
-
 
 class FactConnector(_FactConnector, Connector):
     """The facts from one zone to another, for threads.
@@ -166,6 +165,9 @@ class FactConnector(_FactConnector, Connector):
         )
         self._perform = (caller or _caller).perform
 
+    def _asked(self, reading: Reading) -> SideCalls:
+        return self.side.calls(reading)
+
     def open(self) -> None:
         self._hear()
         self._perform(self._log.open())
@@ -194,7 +196,7 @@ class FactConnector(_FactConnector, Connector):
         return results
 
     def extend(self, deliveries: Sequence[Delivery]) -> Sequence[float | None]:
-        return self._log.extend(deliveries)
+        return self._perform(self._log.extend(deliveries))
 
     def dispatch(self, transactions: Sequence[Transaction]) -> Sequence[Confirmation]:
         return self._perform(self._log.dispatch([self.stamped(transaction) for transaction in transactions]))
@@ -205,7 +207,7 @@ class FactConnector(_FactConnector, Connector):
     def list_dead(
         self, query: DeadLetterQuery, *, after: str | None = None, limit: int = 100
     ) -> Sequence[DeadLetterRecord]:
-        return self._listed(query, after, limit)
+        return self._perform(self._log.list_dead(query, after=after, limit=limit))
 
     def replay_dead(self, places: Sequence[str]) -> Sequence[ReplayResult]:
         results = self._perform(self._log.replay_dead(places))
@@ -213,7 +215,7 @@ class FactConnector(_FactConnector, Connector):
         return results
 
     def discard_dead(self, places: Sequence[str]) -> Sequence[ReplayResult]:
-        return self._log.discard_dead(places)
+        return self._perform(self._log.discard_dead(places))
 
 
 class AsyncFactConnector(_FactConnector, AsyncConnector):
@@ -255,6 +257,9 @@ class AsyncFactConnector(_FactConnector, AsyncConnector):
         )
         self._perform = (caller or _async_caller).perform
 
+    def _asked(self, reading: Reading) -> SideCalls:
+        return self.side.calls_async(reading)
+
     async def open_async(self) -> None:
         self._hear()
         await self._perform(self._log.open())
@@ -285,7 +290,7 @@ class AsyncFactConnector(_FactConnector, AsyncConnector):
         return results
 
     async def extend_async(self, deliveries: Sequence[Delivery]) -> Sequence[float | None]:
-        return self._log.extend(deliveries)
+        return await self._perform(self._log.extend(deliveries))
 
     async def dispatch_async(self, transactions: Sequence[Transaction]) -> Sequence[Confirmation]:
         return await self._perform(self._log.dispatch([self.stamped(transaction) for transaction in transactions]))
@@ -296,7 +301,7 @@ class AsyncFactConnector(_FactConnector, AsyncConnector):
     async def list_dead_async(
         self, query: DeadLetterQuery, *, after: str | None = None, limit: int = 100
     ) -> Sequence[DeadLetterRecord]:
-        return self._listed(query, after, limit)
+        return await self._perform(self._log.list_dead(query, after=after, limit=limit))
 
     async def replay_dead_async(self, places: Sequence[str]) -> Sequence[ReplayResult]:
         results = await self._perform(self._log.replay_dead(places))
@@ -304,4 +309,4 @@ class AsyncFactConnector(_FactConnector, AsyncConnector):
         return results
 
     async def discard_dead_async(self, places: Sequence[str]) -> Sequence[ReplayResult]:
-        return self._log.discard_dead(places)
+        return await self._perform(self._log.discard_dead(places))

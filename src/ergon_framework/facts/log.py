@@ -7,9 +7,10 @@ The boundary keeps one cursor for each reader. Counts, delays and dead letters a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final
+from typing import Any, TypeAlias
 
 from ergon_framework.connectors.base import (
     Ack,
@@ -23,22 +24,33 @@ from ergon_framework.connectors.base import (
     SettleResult,
     Settling,
 )
-from ergon_framework.connectors.codec import Codec
-from ergon_framework.connectors.deadletters import Became, DeadLetterRecord, ReplayResult
+from ergon_framework.connectors.deadletters import Became, DeadLetterQuery, DeadLetterRecord, ReplayResult
 from ergon_framework.connectors.partition import Commit, Partition, Receipt
 from ergon_framework.connectors.side_store import Kept, Place
 from ergon_framework.engine.effects import Call, Script, call
-from ergon_framework.engine.outcome import Answer, Err, Ok
-from ergon_framework.errors import ConnectionLost, ErgonError, text
+from ergon_framework.engine.outcome import Answer, Err, Ok, Stopped
+from ergon_framework.errors import ConnectionLost, text
 from ergon_framework.facts.boundary import confirmed
-from ergon_framework.facts.errors import EpochChanged
-from ergon_framework.facts.model import Cursor, FactConfirmation, Pair, StoredFact
-from ergon_framework.facts.side import FactSide
+from ergon_framework.facts.model import Cursor, FactConfirmation, StoredFact
+from ergon_framework.facts.side import (
+    ONLY,
+    Acked,
+    Buried,
+    Change,
+    Claimed,
+    Claiming,
+    Delayed,
+    Freed,
+    Reading,
+    Settled,
+    SideCalls,
+    Taken,
+)
 from ergon_framework.facts.window import Window, to_fact, to_transaction
 from ergon_framework.transaction import Transaction
 
-#: The one partition that a pair of zones is.
-_ONLY: Final = 0
+#: A fact that is next: its offset, and what it is handled as.
+_Next: TypeAlias = tuple[int, Transaction]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +74,16 @@ class _Hold:
     epoch: str
     #: The offset that the boundary knows to be confirmed.
     confirmed: int
+    #: The number of the last replay that is known.
+    replays: int
+    #: How often the side was told what is held.
+    turn: int = 0
+    #: Offsets that somebody is settling.
+    settling: set[int] = field(default_factory=set)
+    #: Whether any facts were read, so that their epoch is known.
+    read: bool = False
+    #: Whether somebody is known to have taken it over.
+    lost: bool = False
 
     def untouched(self, cursor: Cursor | None) -> bool:
         """Whether nothing was handed out yet, so that it could as well begin at *cursor*, further on."""
@@ -74,23 +96,24 @@ class FactLog:
 
     def __init__(
         self,
-        name: str,
         calls: Calls,
-        pair: Pair,
+        side: SideCalls,
+        reading: Reading,
         *,
-        reader: str,
-        side: FactSide,
-        codec: Codec,
         wall: Callable[[], float],
+        lock: AbstractContextManager[object],
     ) -> None:
-        self.name = name
-        self.side = side
+        self.name = reading.queue
         self._calls = calls
-        self._pair = pair
-        self._reader = reader
-        self._codec = codec
+        self._side = side
+        self._pair = reading.pair
+        self._reader = reading.reader
+        self._codec = reading.codec
         self._wall = wall
+        #: Around what is in hand; never held while somebody is asked.
+        self._lock = lock
         self._hold: _Hold | None = None
+        self._opening = False
         self._closed = False
 
     # -- owning it ------------------------------------------------------------------------------------
@@ -101,33 +124,32 @@ class FactLog:
         With *again* off, nothing is taken over that somebody has in hand by then.
         """
         cursor = yield from self._cursor()
-        if cursor is None:
-            return
-        with self.side.lock:
-            if not again and self._hold is not None:
+        while not self._turn_to_open():
+            # Another one here is at it. The question is as good a wait as any, and its answer the newer one.
+            cursor = yield from self._cursor()
+            if cursor is None:
                 return
-            self._recognise(cursor.epoch)
-            hold = self._hold = self._begun(cursor, self.side.take_over())
-            self._closed = False
+        try:
+            if cursor is None or (not again and self._hold is not None):
+                return
+            taken: Taken | None = _answered((yield from call(Call("take_over", self._side.take_over, (cursor,)))))
+            if taken is None:
+                return
+            with self._lock:
+                hold = self._hold = _begun(cursor, taken)
+                self._closed = False
+        finally:
+            self._opening = False
         # The one before may have confirmed more between our question and its end.
         answer = yield from call(Call("cursor_of", self._calls.cursor_of, (self._reader, self._pair)))
-        with self.side.lock:
+        with self._lock:
             if isinstance(answer, Ok) and self._hold is hold and hold.untouched(answer.value):
-                self._hold = self._begun(answer.value, hold.partition.generation)
+                self._hold = _begun(answer.value, taken)
 
-    def _begun(self, cursor: Cursor, generation: int) -> _Hold:
-        begin = cursor.offset + 1
-        beyond, kept = frozenset(self.side.handed_over()), self.side.kept(_ONLY)
-        partition = Partition(_ONLY, generation=generation, commit=Commit(begin, beyond), kept=kept)
-        return _Hold(partition, Window(begin), cursor.epoch, cursor.offset)
-
-    def _recognise(self, epoch: str) -> None:
-        known = self.side.epoch
-        if known is not None and known != epoch:
-            raise EpochChanged(
-                f"{self._reader!r} has read {self.name!r} in epoch {known!r} and the store is in {epoch!r}: it was put "
-                "back from a backup, and offsets may mean other facts; compare the two, then set side.epoch to None"
-            )
+    def _turn_to_open(self) -> bool:
+        with self._lock:
+            mine, self._opening = not self._opening, True
+        return mine
 
     def _cursor(self) -> Script[Cursor | None]:
         """Where the reader is; None when the caller was stopped."""
@@ -146,11 +168,14 @@ class FactLog:
         if hold is None:
             return
         yield from self._confirm(hold)
-        with self.side.lock:
-            if self._holds(hold):
-                # Also what could not be confirmed just now: it is settled all the same.
-                unconfirmed = range(hold.confirmed + 1, hold.partition.watermark)
-                self.side.hand_over({*unconfirmed, *hold.partition.commit(orderly=True).beyond})
+        with self._lock:
+            # Also what could not be confirmed just now: it is settled all the same.
+            unconfirmed = range(hold.confirmed + 1, hold.partition.watermark)
+            beyond = {*unconfirmed, *hold.partition.commit(orderly=True).beyond}
+        if not hold.lost:
+            answer = yield from call(Call("leave", self._side.leave, (hold.partition.generation, beyond)))
+            if isinstance(answer, Err) and not isinstance(answer.error, ConnectionLost):
+                raise answer.error
 
     def _owned(self) -> Script[_Hold | None]:
         """What is in hand here; None when the caller was stopped."""
@@ -159,15 +184,21 @@ class FactLog:
         if self._hold is None:
             # Several may fetch at once for the first time, and take it from each other.
             yield from self.open(again=False)
-        hold = self._hold
-        if hold is not None and not self._holds(hold):
-            raise ConnectionLost(
-                f"another consumer that reads as {self._reader!r} has taken over {self.name!r}; open() takes it back"
-            )
-        return hold
+        if self._hold is not None and self._hold.lost:
+            raise self._taken_over()
+        return self._hold
 
-    def _holds(self, hold: _Hold) -> bool:
-        return self.side.generation == hold.partition.generation
+    def _taken_over(self) -> ConnectionLost:
+        return ConnectionLost(
+            f"another consumer that reads as {self._reader!r} has taken over {self.name!r}; open() takes it back"
+        )
+
+    def _holds(self, hold: _Hold) -> Script[bool]:
+        """Whether it is in hand here still, as the side knows it."""
+        if not hold.lost:
+            answer = yield from call(Call("holds", self._side.holds, (hold.partition.generation,)))
+            hold.lost = not _answered(answer) and not isinstance(answer, Stopped)
+        return not hold.lost
 
     # -- dispatch -------------------------------------------------------------------------------------
 
@@ -184,17 +215,19 @@ class FactLog:
         hold = yield from self._owned()
         if hold is None or not (yield from self._confirm(hold)):
             return []
-        batch = self._taken(hold, count)
-        if len(batch) == count:
-            return batch
-        answer = yield from self._load(hold, count - len(batch))
-        if isinstance(answer, Ok):
-            return batch + self._taken(hold, count - len(batch))
-        if isinstance(answer, Err) and batch:
-            return batch  # what is claimed already must reach somebody
-        self._give_back(hold, batch)
-        _answered(answer)
-        return []
+        taken = self._taken(hold, count)
+        if len(taken) < count:
+            answer = yield from self._load(hold, count - len(taken))
+            if isinstance(answer, Ok):
+                taken += self._taken(hold, count - len(taken))
+            elif not (isinstance(answer, Err) and taken):
+                self._give_back(hold, taken)
+                _answered(answer)
+                return []
+        batch, replayed = yield from self._claimed(hold, taken)
+        if not batch and replayed:
+            batch, _ = yield from self._claimed(hold, self._taken(hold, count))
+        return batch
 
     def _load(self, hold: _Hold, count: int) -> Script[Answer]:
         after = Cursor(hold.epoch, hold.window.last)
@@ -203,39 +236,58 @@ class FactLog:
         if isinstance(answer, Ok):
             loaded: Sequence[StoredFact] = answer.value
             read = [(stored, to_transaction(stored, self._codec)) for stored in loaded]
-            with self.side.lock:
+            with self._lock:
                 hold.window.add(read)
                 if loaded:
                     # The first fact of a pair says which epoch its offsets are of.
-                    hold.epoch = self.side.epoch = loaded[0].epoch
+                    hold.epoch, hold.read = loaded[0].epoch, True
         return answer
 
-    def _taken(self, hold: _Hold, count: int) -> list[Delivery]:
-        batch: list[Delivery] = []
-        partition, now = hold.partition, self._wall()
-        with self.side.lock:
-            if not self._holds(hold):
-                return batch
-            for kept in self.side.replayed():
-                partition.keep(kept)
-            while len(batch) < count and (taken := partition.take(now, hold.window)) is not None:
-                offset, transaction = taken
-                try:
-                    deliveries = self.side.count(partition.place(offset))
-                except ErgonError:
-                    partition.back(offset)
-                    if batch:
-                        break
-                    raise
-                batch.append(Delivery(transaction, partition.receipt(offset), deliveries))
-        return batch
+    def _taken(self, hold: _Hold, count: int) -> list[_Next]:
+        """What is next; it is held from then on, and not yet handed out."""
+        taken: list[_Next] = []
+        now = self._wall()
+        with self._lock:
+            while len(taken) < count and (found := hold.partition.take(now, hold.window)) is not None:
+                taken.append(found)
+        return taken
 
-    def _give_back(self, hold: _Hold, batch: Sequence[Delivery]) -> None:
-        with self.side.lock:
-            for delivery in batch:
-                if self._holds(hold) and hold.partition.holds(delivery.receipt):
-                    self.side.uncount(hold.partition.place(delivery.receipt.offset))
-                    hold.partition.back(delivery.receipt.offset)
+    def _claimed(self, hold: _Hold, taken: Sequence[_Next]) -> Script[tuple[list[Delivery], bool]]:
+        """Have *taken* counted and hand it out; and whether something was replayed meanwhile."""
+        partition = hold.partition
+        with self._lock:
+            hold.turn += 1
+            offsets = [offset for offset, _ in taken]
+            epoch = hold.epoch if hold.read else None
+            held = tuple(partition.held)
+            claiming = Claiming(partition.generation, hold.turn, held, offsets, hold.replays, epoch)
+        answer = yield from call(Call("claim", self._side.claim, (claiming,)))
+        claimed: Claimed | None = answer.value if isinstance(answer, Ok) else None
+        if claimed is None:
+            self._give_back(hold, taken)
+            if isinstance(answer, Ok):
+                hold.lost = True
+                raise self._taken_over()
+            _answered(answer)
+            return [], False
+        with self._lock:
+            # Of two who ask at once both are told; what only the later one was told is told again.
+            news = claimed.replayed if claiming.replays == hold.replays else ()
+            for kept in news:
+                partition.keep(kept)
+            if news:
+                hold.replays = claimed.replays
+            batch = [
+                Delivery(transaction, partition.receipt(offset), deliveries)
+                for (offset, transaction), deliveries in zip(taken, claimed.counts, strict=False)
+            ]
+        self._give_back(hold, taken[len(batch) :])
+        return batch, bool(news)
+
+    def _give_back(self, hold: _Hold, taken: Sequence[_Next]) -> None:
+        with self._lock:
+            for offset, _ in taken:
+                hold.partition.back(offset)
 
     def next_due(self) -> float | None:
         """Seconds until a delay ends; None when nothing will become ready by itself."""
@@ -248,50 +300,104 @@ class FactLog:
     def settle(self, settlings: Sequence[Settling]) -> Script[list[SettleResult]]:
         """Settle many, and then confirm to the boundary as far as there is no gap."""
         hold = self._hold
-        if hold is None:
+        if hold is None or hold.lost:
             return [SettleResult.LOST for _ in settlings]
-        with self.side.lock:
-            results = [self._settle(hold, delivery, settlement) for delivery, settlement in settlings]
-        yield from self._confirm(hold)
-        return results
+        with self._lock:
+            planned = [self._planned(hold, delivery, settlement) for delivery, settlement in settlings]
+        changes = [change for change in planned if not isinstance(change, SettleResult)]
+        if self._side.confirm is not None and all(isinstance(each, Acked) and not each.aside for each in changes):
+            told = yield from self._confirmed(hold, changes)
+        else:
+            told = yield from self._settled(hold, changes)
+            yield from self._confirm(hold)
+        became = iter(told)
+        return [change if isinstance(change, SettleResult) else next(became) for change in planned]
 
-    def _settle(self, hold: _Hold, delivery: Delivery, settlement: Settlement) -> SettleResult:
-        if not self._claims(hold, delivery.receipt):
+    def _planned(self, hold: _Hold, delivery: Delivery, settlement: Settlement) -> Change | SettleResult:
+        """What *settlement* changes, or how it ends here; nobody else settles it until it is done."""
+        receipt = delivery.receipt
+        if not isinstance(receipt, Receipt) or not hold.partition.holds(receipt) or receipt.offset in hold.settling:
             return SettleResult.LOST
         try:
-            return self._settle_held(hold, delivery, settlement)
-        except Exception:  # noqa: BLE001 - the side store's trouble or an odd item; the claim is still held
+            change = self._change(hold, delivery, settlement)
+        except Exception:  # noqa: BLE001 - an odd item; the claim is still held
             return SettleResult.FAILED
+        if change is None:
+            return SettleResult.FAILED
+        hold.settling.add(receipt.offset)
+        return change
 
-    def _claims(self, hold: _Hold, receipt: Any) -> bool:
-        return isinstance(receipt, Receipt) and self._holds(hold) and hold.partition.holds(receipt)
-
-    def _settle_held(self, hold: _Hold, delivery: Delivery, settlement: Settlement) -> SettleResult:
-        partition, place = hold.partition, hold.partition.place(delivery.receipt.offset)
+    def _change(self, hold: _Hold, delivery: Delivery, settlement: Settlement) -> Change | None:
+        offset = delivery.receipt.offset
+        aside = hold.partition.held[offset] is not None
         match settlement:
             case Ack():
-                self.side.forget(place)
-                partition.settled(place.offset)
+                return Acked(offset, aside)
             case Later():
                 changed = delivery.transaction.replace(attempts=settlement.attempts, history=settlement.history)
                 self._codec.encode(changed)  # what could not be written could not be kept by a side store that lasts
-                kept = Kept(self._wall() + settlement.delay, place, changed)
-                # Beside the log first: a crash in between must find it there.
-                self.side.keep(kept)
-                self.side.uncount(place)
-                partition.keep(kept)
+                kept = Kept(self._wall() + settlement.delay, hold.partition.place(offset), changed)
+                return Delayed(offset, aside, kept)
             case Release():
-                self.side.uncount(place)
-                partition.back(place.offset)
-                return SettleResult.SETTLED
+                return Freed(offset, aside)
             case DeadLetter():
-                self.side.bury(DeadLetterRecord.of(delivery, settlement, queue=self.name, at=self._wall()))
-                self.side.forget(place)
-                partition.settled(place.offset)
+                record = DeadLetterRecord.of(delivery, settlement, queue=self.name, at=self._wall())
+                return Buried(offset, aside, record)
             case _:
-                return SettleResult.FAILED
-        hold.window.forget(place.offset)
-        return SettleResult.SETTLED
+                return None
+
+    def _settled(self, hold: _Hold, changes: Sequence[Change]) -> Script[list[SettleResult]]:
+        """Have the side settle them: beside the log first, because a crash in between must find it there."""
+        if not changes:
+            return []
+        with self._lock:
+            hold.turn += 1
+            done = {change.offset for change in changes}
+            held = tuple(offset for offset in hold.partition.held if offset not in done)
+            settled = Settled(hold.partition.generation, hold.turn, held, changes, hold.confirmed)
+        answer = yield from call(Call("settle", self._side.settle, (settled,)))
+        if isinstance(answer, Ok) and answer.value:
+            self._apply(hold, changes)
+            return [SettleResult.SETTLED] * len(changes)
+        if isinstance(answer, Err) and not isinstance(answer.error, ConnectionLost) and len(changes) > 1:
+            # One of them cannot be written. Each for itself: the others are not to pay for it.
+            results: list[SettleResult] = []
+            for change in changes:
+                results += yield from self._settled(hold, [change])
+            return results
+        with self._lock:
+            hold.settling -= done
+        if isinstance(answer, Err) and not isinstance(answer.error, Exception):
+            raise answer.error
+        hold.lost = hold.lost or isinstance(answer, Ok)
+        return [SettleResult.LOST if hold.lost else SettleResult.FAILED] * len(changes)
+
+    def _confirmed(self, hold: _Hold, changes: Sequence[Change]) -> Script[list[SettleResult]]:
+        """Facts that have succeeded leave nothing beside the log: the receipt is all that there is to write.
+
+        Whoever is no longer the owner is told so by the answer to it.
+        """
+        self._apply(hold, changes)
+        if hold.partition.watermark - 1 > hold.confirmed:
+            yield from self._confirm(hold)
+        elif changes:
+            answer = yield from call(Call("holds", self._side.holds, (hold.partition.generation,)))
+            hold.lost = hold.lost or (isinstance(answer, Ok) and not answer.value)
+        return [SettleResult.LOST if hold.lost else SettleResult.SETTLED] * len(changes)
+
+    def _apply(self, hold: _Hold, changes: Sequence[Change]) -> None:
+        with self._lock:
+            for change in changes:
+                match change:
+                    case Freed():
+                        hold.partition.back(change.offset)
+                    case Delayed():
+                        hold.partition.keep(change.kept)
+                    case _:
+                        hold.partition.settled(change.offset)
+                if not isinstance(change, Freed):
+                    hold.window.forget(change.offset)
+                hold.settling.discard(change.offset)
 
     def _confirm(self, hold: _Hold) -> Script[bool]:
         """Tell the boundary how far all is settled; False when the caller was stopped.
@@ -299,25 +405,33 @@ class FactLog:
         If it cannot be told now, it is told with the next call; until then a crash would bring again what
         is settled, as it may on any log.
         """
-        with self.side.lock:
+        with self._lock:
             done = hold.partition.watermark - 1
-            if done <= hold.confirmed or not self._holds(hold):
+            if done <= hold.confirmed or hold.lost:
                 return True
-        told = self._reader, self._pair, Cursor(hold.epoch, done)
-        answer = yield from call(Call("confirm_receipt", self._calls.confirm_receipt, told))
-        if isinstance(answer, Ok):
+        cursor = Cursor(hold.epoch, done)
+        if self._side.confirm is None:
+            told = Call("confirm_receipt", self._calls.confirm_receipt, (self._reader, self._pair, cursor))
+        else:
+            told = Call("confirm_receipt", self._side.confirm, (hold.partition.generation, cursor))
+        answer = yield from call(told)
+        if isinstance(answer, Ok) and self._side.confirm is not None and not answer.value:
+            hold.lost = True
+        elif isinstance(answer, Ok):
             hold.confirmed = max(hold.confirmed, done)
         elif isinstance(answer, Err) and not isinstance(answer.error, ConnectionLost):
             raise answer.error
         return isinstance(answer, Ok | Err)
 
-    def extend(self, deliveries: Sequence[Delivery]) -> list[float | None]:
+    def extend(self, deliveries: Sequence[Delivery]) -> Script[list[float | None]]:
         """A claim ends with its generation only: infinity while it is good, None once it is gone."""
         hold = self._hold
-        with self.side.lock:
+        if hold is None or not (yield from self._holds(hold)):
+            return [None for _ in deliveries]
+        with self._lock:
             return [
-                float("inf") if hold is not None and self._claims(hold, delivery.receipt) else None
-                for delivery in deliveries
+                float("inf") if isinstance(each.receipt, Receipt) and hold.partition.holds(each.receipt) else None
+                for each in deliveries
             ]
 
     # -- what is there --------------------------------------------------------------------------------
@@ -330,8 +444,11 @@ class FactLog:
             return Depth(0)  # of a caller who was stopped, and sees another end than this
         if hold.window.last < (0 if end is None else end.offset):
             _answered((yield from self._load(hold, 1)))
+        if not (yield from self._holds(hold)):
+            raise self._taken_over()
+        dead: int = _answered((yield from call(Call("dead_count", self._side.dead_count, ())))) or 0
         now = self._wall()
-        with self.side.lock:
+        with self._lock:
             partition = hold.partition
             ready = partition.ready(now, 1 if end is None else end.offset + 1)
             ages = [now - since for offset in ready if (since := hold.window.since(offset)) is not None]
@@ -339,7 +456,7 @@ class FactLog:
                 ready=len(ready),
                 delayed=partition.delayed(now),
                 in_flight=len(partition.held),
-                dead=self.side.dead_count,
+                dead=dead,
                 oldest_age=max(ages, default=None),
             )
 
@@ -347,39 +464,52 @@ class FactLog:
 
     def replay_dead(self, places: Sequence[str]) -> Script[list[ReplayResult]]:
         """Have them delivered anew. The fact itself is in the log for ever, and cannot be appended again."""
-        results = []
+        results: list[ReplayResult] = []
         for place in places:
-            with self.side.lock:
-                record = self.side.dead(place)
-            if record is None:
-                results.append(ReplayResult(place, Became.GONE))
-                continue
-            answer = yield from call(Call("get_fact", self._calls.get_fact, (self._pair.from_zone, record.id)))
-            results.append(self._replay(place, record, answer))
+            result = yield from self._replayed(place)
+            results.append(result)
         return results
 
-    def _replay(self, place: str, record: DeadLetterRecord, answer: Answer) -> ReplayResult:
+    def _replayed(self, place: str) -> Script[ReplayResult]:
+        record: DeadLetterRecord | None = _answered((yield from call(Call("dead", self._side.dead, (place,)))))
+        if record is None:
+            return ReplayResult(place, Became.GONE)
+        answer = yield from call(Call("get_fact", self._calls.get_fact, (self._pair.from_zone, record.id)))
         if not isinstance(answer, Ok):
-            return ReplayResult(place, Became.FAILED, text(answer.error) if isinstance(answer, Err) else "stopped")
+            return _failed(place, answer)
         found: FactConfirmation | None = answer.value
         if found is None:
             words = f"the boundary no longer knows the fact {record.id!r}, so nothing would be settled by it"
             return ReplayResult(place, Became.FAILED, words)
-        with self.side.lock:
-            try:
-                # Kept first: a crash in between doubles it, the other way round would lose it.
-                self.side.replay(Kept(self._wall(), Place(_ONLY, found.offset), record.fresh()))
-                became = Became.REPLAYED if self.side.exhume(place) else Became.GONE
-            except ErgonError as error:  # the side store's own trouble, which spoils no other place
-                return ReplayResult(place, Became.FAILED, text(error))
-        return ReplayResult(place, became)
+        kept = Kept(self._wall(), Place(ONLY, found.offset), record.fresh())
+        answer = yield from call(Call("replay", self._side.replay, (place, kept)))
+        if not isinstance(answer, Ok):
+            return _failed(place, answer)  # the side store's own trouble, which spoils no other place
+        return ReplayResult(place, Became.REPLAYED if answer.value else Became.GONE)
 
-    def discard_dead(self, places: Sequence[str]) -> list[ReplayResult]:
+    def discard_dead(self, places: Sequence[str]) -> Script[list[ReplayResult]]:
         """Throw dead letters away."""
-        with self.side.lock:
-            return [
-                ReplayResult(place, Became.DISCARDED if self.side.exhume(place) else Became.GONE) for place in places
-            ]
+        results = []
+        for place in places:
+            gone = _answered((yield from call(Call("discard", self._side.discard, (place,)))))
+            results.append(ReplayResult(place, Became.DISCARDED if gone else Became.GONE))
+        return results
+
+    def list_dead(self, query: DeadLetterQuery, *, after: str | None, limit: int) -> Script[Sequence[DeadLetterRecord]]:
+        """One page of them."""
+        asked = Call("list_dead", self._side.list_dead, (query, after, limit))
+        return _answered((yield from call(asked))) or []
+
+
+def _begun(cursor: Cursor, taken: Taken) -> _Hold:
+    begin = cursor.offset + 1
+    commit = Commit(begin, frozenset(taken.beyond))
+    partition = Partition(ONLY, generation=taken.generation, commit=commit, kept=taken.kept)
+    return _Hold(partition, Window(begin), cursor.epoch, cursor.offset, taken.replays)
+
+
+def _failed(place: str, answer: Answer) -> ReplayResult:
+    return ReplayResult(place, Became.FAILED, text(answer.error) if isinstance(answer, Err) else "stopped")
 
 
 def _answered(answer: Answer) -> Any:

@@ -397,7 +397,8 @@ def _judge(error: ProviderError, why: Why | None, *, tried: list[Tried], left: f
     elif why is Why.NO_TIME_LEFT and error.retry_after is not None and error.retry_after >= left:
         # The provider has asked for a pause that is longer than our budget; others may have the time.
         return
-    elif tried:
+    elif tried and error.code != BOOKS_UNAVAILABLE:
+        # Books that are away say nothing of the provider: an outage of ours must not end what it could still do.
         error.final = True
 
 

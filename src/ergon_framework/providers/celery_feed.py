@@ -27,6 +27,9 @@ BATCH: Final = 100
 PATIENCE: Final = 5.0
 #: Seconds after which a child that publishes is taken for hung.
 _HUNG: Final = 60.0
+#: Seconds after which a look that nobody has told the end of is over: Celery forgets whoever waits for a place of the
+#: pool when it loses its broker, and a child may die before it has taken what was sent to it.
+_FORGOTTEN: Final = 2 * _HUNG
 #: Seconds for which the ledger remembers a task, and between two times that it forgets.
 REMEMBERED: Final = 7 * 86_400.0
 FORGETTING: Final = 3_600.0
@@ -111,10 +114,12 @@ class DeadLetterStep(bootsteps.StartStopStep):  # type: ignore[misc]  # Celery c
     def __init__(self, consumer: Any, **options: Any) -> None:
         super().__init__(consumer, **options)
         self._timer: Any = None
-        self._busy = False
+        #: A moment until which a look is under way.
+        self._busy = 0.0
         self._forgot = 0.0
 
     def start(self, consumer: Any) -> None:
+        self._busy = 0.0
         intervals = [task.dead_letter_interval for task in _tasks(consumer.app)]
         if intervals:
             self._timer = consumer.timer.call_repeatedly(min(intervals), self._look, (consumer,))
@@ -125,9 +130,10 @@ class DeadLetterStep(bootsteps.StartStopStep):  # type: ignore[misc]  # Celery c
             self._timer = None
 
     def _look(self, consumer: Any) -> None:
-        if self._busy:
+        now = time.monotonic()
+        if now < self._busy:
             return
-        self._busy = True
+        self._busy = now + _FORGOTTEN
         # A place of the pool, like that of a task; without it a task too many would be sent there.
         semaphore = getattr(consumer.controller, "semaphore", None)
         if semaphore is None:
@@ -145,7 +151,7 @@ class DeadLetterStep(bootsteps.StartStopStep):  # type: ignore[misc]  # Celery c
         )
 
     def _over(self, *_: Any) -> None:
-        self._busy = False
+        self._busy = 0.0
 
 
 def work(forget: bool) -> int:  # noqa: FBT001 - called by the pool

@@ -21,6 +21,7 @@ from ergon_framework.facts.replicator import AsyncReplicator, Replicator
 from ergon_framework.facts.room import Room
 from ergon_framework.runner.process import Runnable
 from ergon_framework.runner.queues import queue
+from ergon_framework.runner.settings import UnknownQueue
 from ergon_framework.task.base import AsyncTask, Task
 from ergon_framework.task.mixins.consumer import AsyncConsumerMixin, ConsumerMixin
 from ergon_framework.task.mixins.policies import ConsumerPolicy
@@ -52,8 +53,8 @@ def load_connector(name: str) -> Connector | AsyncConnector:
     if ":" not in name:
         try:
             return queue(name).connector
-        except ConfigurationError as error:
-            raise ConfigurationError(f"{error} -- or write MODULE:CONNECTOR, for example app:orders") from error
+        except UnknownQueue as error:
+            raise UnknownQueue(f"{error} -- or write MODULE:CONNECTOR, for example app:orders") from error
     found = _found(name, "connector", wanted=lambda value: isinstance(value, _CONNECTED))
     connector = found.connector if isinstance(found, Task | AsyncTask) else found
     if isinstance(connector, Connector | AsyncConnector):

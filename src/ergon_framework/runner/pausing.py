@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
-from ergon_framework.errors import MissingExtraError, extra
+from ergon_framework.errors import MissingExtraError
 from ergon_framework.runner.settings import Settings
 from ergon_framework.task.gates import Gate, Pause
 from ergon_framework.task.loops import loops_of
@@ -17,8 +18,11 @@ if TYPE_CHECKING:
     from ergon_framework.connectors.postgres.pauses import PauseWatch
     from ergon_framework.runner.process import Runnable
 
-#: Seconds that a loop waits at its beginning to learn whether it is paused.
+_log = logging.getLogger(__name__)
+
+#: Seconds that a loop waits at its beginning to learn whether it is paused; of these it says nothing about the first.
 PATIENCE: Final = 5.0
+_QUIET: Final = 1.0
 #: How often the loop asks while it is paused, and before anything is known.
 _ASK: Final = 0.5
 _SOON: Final = 0.05
@@ -35,18 +39,19 @@ def pausable(task: Runnable, found: Settings) -> Iterator[tuple[Gate, ...]]:
         return
     try:
         # Loaded when it is needed: who works on another broker may name a database without its library.
-        for library in ("psycopg",):
-            extra("postgres", library)
-    except MissingExtraError:
+        pauses = importlib.import_module("ergon_framework.connectors.postgres.pauses")
+    except MissingExtraError as error:
+        _log.warning("pauses unheard", extra={"task": task.name, "error": str(error)})
         yield ()
         return
-    pauses = importlib.import_module("ergon_framework.connectors.postgres.pauses")
     loops = loops_of(task)
     watch: PauseWatch = pauses.PauseWatch(
         dsn, task=task.name, queue=task.connector.name, in_hand=lambda: loops.in_hand, changed=loops.wake
     )
     watch.start()
     try:
+        # Nearly always known within milliseconds: not worth a warning about a pause that nobody asked for.
+        watch.wait(_QUIET)
         yield (PauseGate(watch),)
     finally:
         watch.stop(_LEAVE)

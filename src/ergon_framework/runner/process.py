@@ -34,7 +34,7 @@ from ergon_framework.task.base import AsyncTask, Task
 from ergon_framework.task.gates import Gate
 from ergon_framework.task.loops import loops_of
 from ergon_framework.task.mixins.policies import ConsumerPolicy
-from ergon_framework.task.report import Report
+from ergon_framework.task.report import Outcome, Report
 from ergon_framework.telemetry import names
 from ergon_framework.telemetry.metrics import Bound, Counts, Numbers, registry_of
 from ergon_framework.telemetry.options import options_of
@@ -88,7 +88,7 @@ class Process:
     reaches parent and child alike, so only the parent's order to hurry is meant for sure.
     *blocked* is how long something may hold the event loop before the process is not live, and every
     *depth* seconds somebody looks how full the queue is; None: nobody does. *gates* are asked before the
-    task's own.
+    task's own. *on_outcome* is called with each outcome.
     """
 
     def __init__(
@@ -102,6 +102,7 @@ class Process:
         blocked: float | None = None,
         depth: float | None = None,
         gates: Sequence[Gate] = (),
+        on_outcome: Callable[[Outcome], None] | None = None,
     ) -> None:
         consumer: Any = task
         self._task = consumer
@@ -112,6 +113,8 @@ class Process:
         self._blocked = blocked
         self._depth = depth
         self._more_gates = gates
+        # Left out where nobody wants it: a task of one's own may not know it.
+        self._told: dict[str, Any] = {} if on_outcome is None else {"on_outcome": on_outcome}
         self._watchdog: Watchdog | None = None
         self._teller = Teller()
         self._stage: Stage | None = None
@@ -223,7 +226,7 @@ class Process:
     def _consume(self) -> Report:
         with self._task.opened(), measured(self._task, self._depth):
             try:
-                report: Report = self._task.consume_transactions(self._policy, gates=self._gates)
+                report: Report = self._task.consume_transactions(self._policy, gates=self._gates, **self._told)
             except BaseException as error:
                 self._over(getattr(error, "report", None))
                 raise
@@ -245,7 +248,9 @@ class Process:
         try:
             async with self._task.opened(), measured_async(self._task, self._depth):
                 try:
-                    report: Report = await self._task.consume_transactions(self._policy, gates=self._gates)
+                    report: Report = await self._task.consume_transactions(
+                        self._policy, gates=self._gates, **self._told
+                    )
                 except BaseException as error:
                     self._over(getattr(error, "report", None))
                     raise

@@ -28,6 +28,10 @@ Level: TypeAlias = Literal["debug", "info", "warning", "error"]
 Port: TypeAlias = Annotated[int, Field(ge=0, le=65535)]
 
 
+class UnknownQueue(ConfigurationError):
+    """Nobody says where a queue is that was asked for by its name."""
+
+
 class RestartSettings(Policy):
     """How a process that died is replaced."""
 
@@ -67,6 +71,16 @@ class MetricsSettings(Policy):
     )
 
 
+class JournalSettings(Policy):
+    """The journal of what became of each transaction, in the database."""
+
+    on: bool = Field(default=False, description="Write it; ergon why reads it.")
+    days: Annotated[float, Field(gt=0, le=3650)] = Field(default=14.0, description="How long a row is kept.")
+    room: Annotated[int, Field(ge=1, le=1_000_000)] = Field(
+        default=10_000, description="Rows that may wait in a process while the database does not answer."
+    )
+
+
 class RunSettings(Policy):
     """How ``ergon run`` runs."""
 
@@ -80,6 +94,7 @@ class RunSettings(Policy):
     restart: RestartSettings = Field(default=RestartSettings(), description="How the dead are replaced.")
     probes: ProbeSettings = Field(default=ProbeSettings(), description="How it says that it is live and ready.")
     metrics: MetricsSettings = Field(default=MetricsSettings(), description="What is counted for it.")
+    journal: JournalSettings = Field(default=JournalSettings(), description="What is written down of each outcome.")
 
 
 class TaskSettings(Policy):
@@ -168,7 +183,7 @@ class Settings(Policy):
         if not urls:
             there = ", ".join(sorted(known for known, said in self.queues.items() if said.url)) or "none"
             variable = sources.variable(("queues", _plain(name), "url"))
-            raise ConfigurationError(
+            raise UnknownQueue(
                 f"nobody says where the queue {name!r} is; write url = … below [queues.{name}] in {sources.NAME}, or "
                 f"set {variable}. Known are: {there}"
             )

@@ -30,6 +30,13 @@ _REFUSED: Final = (
 _LONGEST: Final = 200
 
 
+class Silent(ConnectionLost, psycopg.OperationalError):
+    """The server did not answer in time; what it was told may still happen."""
+
+    def __init__(self) -> None:
+        super().__init__("the server did not answer in time")
+
+
 def translated(error: psycopg.Error, *, broken: bool, other: type[ErgonError] = ErgonError) -> ErgonError:
     """*error* in our words; *broken* when the connection did not survive it. What is none of these is *other*."""
     if isinstance(error, _UNMADE):

@@ -7,21 +7,15 @@ import select
 import time
 from typing import Any, Final
 
-import psycopg
 from psycopg import AsyncConnection, Connection
 from psycopg.pq import TransactionStatus
 from psycopg.rows import TupleRow
 
-from ergon_framework.errors import ConnectionLost
+from ergon_framework.schema.ear import READ, WRITE, Ear
+from ergon_framework.schema.failures import Silent
 
 #: What the driver waits for, as the kernel is asked for it: to read, to write, or either.
 _EVENTS: Final = {1: select.POLLIN, 2: select.POLLOUT, 3: select.POLLIN | select.POLLOUT}
-_READ: Final = 1
-_WRITE: Final = 2
-
-
-class Silent(ConnectionLost, psycopg.OperationalError):
-    """The server did not answer in time; what it was told may still happen."""
 
 
 class Line(Connection[TupleRow]):
@@ -51,16 +45,21 @@ class Line(Connection[TupleRow]):
                 poll.register(file, _EVENTS[wanted])
                 found = poll.poll(max(0.0, 1000 * (self.until - time.monotonic())))
                 if not found:
-                    raise Silent("the server did not answer in time")
+                    raise Silent
                 wanted = gen.send(_ready(found[0][1], wanted))
         except StopIteration as ended:
             return ended.value
+
+    def finish(self) -> None:
+        """Close it, whatever is under way."""
+        self.pgconn.finish()
 
 
 class AsyncLine(AsyncConnection[TupleRow]):
     """The same for asyncio; *until* is a moment of the event loop's clock."""
 
     until: float | None = None
+    _ear: Ear | None = None
 
     @property
     def is_under_way(self) -> bool:
@@ -68,43 +67,35 @@ class AsyncLine(AsyncConnection[TupleRow]):
 
     async def wait(self, gen: Any, *args: Any, **options: Any) -> Any:
         if self.until is None:
+            self._leave()  # the driver registers the same file for itself
             return await super().wait(gen, *args, **options)
-        loop, file = asyncio.get_running_loop(), self.pgconn.socket
-        try:
-            wanted = next(gen)
-            while True:
-                wanted = gen.send(await _readiness(loop, file, wanted, self.until))
-        except StopIteration as ended:
-            return ended.value
+        loop, ear = asyncio.get_running_loop(), self._ear
+        if ear is None or ear.loop is not loop:
+            self._leave()
+            ear = self._ear = Ear(loop, self.pgconn.socket)
+        return await ear.heard(gen, self.until)
 
+    def finish(self) -> None:
+        """Close it without waiting; also after its event loop has closed."""
+        self._leave()
+        self.pgconn.finish()
 
-async def _readiness(loop: asyncio.AbstractEventLoop, file: int, wanted: int, until: float) -> int:
-    """Which of *wanted* can be done; Silent if nothing can in time."""
-    found: asyncio.Future[int] = loop.create_future()
+    async def close(self) -> None:
+        self._leave()
+        await super().close()
 
-    def wake(ready: int) -> None:
-        if not found.done():
-            found.set_result(ready)
+    def __del__(self, *args: Any) -> None:
+        # A file that its loop still knows when its number is given to another makes trouble for that one.
+        self._leave()
+        super().__del__(*args)
 
-    timer = loop.call_at(until, wake, 0)
-    if wanted & _READ:
-        loop.add_reader(file, wake, _READ)
-    if wanted & _WRITE:
-        loop.add_writer(file, wake, _WRITE)
-    try:
-        ready = await found
-    finally:
-        timer.cancel()
-        if wanted & _READ:
-            loop.remove_reader(file)
-        if wanted & _WRITE:
-            loop.remove_writer(file)
-    if not ready:
-        raise Silent("the server did not answer in time")
-    return ready
+    def _leave(self) -> None:
+        ear, self._ear = self._ear, None
+        if ear is not None:
+            ear.close()
 
 
 def _ready(events: int, wanted: int) -> int:
     if events & ~(select.POLLIN | select.POLLOUT):
         return wanted  # hung up: whoever reads or writes is told what it is
-    return _READ * bool(events & select.POLLIN) | _WRITE * bool(events & select.POLLOUT)
+    return READ * bool(events & select.POLLIN) | WRITE * bool(events & select.POLLOUT)

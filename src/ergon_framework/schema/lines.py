@@ -23,8 +23,8 @@ from psycopg import generators
 from psycopg.pq import TransactionStatus
 
 from ergon_framework.errors import ConfigurationError, ConnectionLost, ErgonError
-from ergon_framework.schema.failures import translated
-from ergon_framework.schema.line import AsyncLine, Line, Silent
+from ergon_framework.schema.failures import Silent, translated
+from ergon_framework.schema.line import AsyncLine, Line
 from ergon_framework.schema.operation import Operation, perform, perform_async
 from ergon_framework.schema.place import Place
 
@@ -66,7 +66,8 @@ def options_of(dsn: str, silence: Mapping[str, Any] = SILENCE) -> dict[str, Any]
     except psycopg.ProgrammingError:
         # Without its cause, which quotes the address.
         raise ConfigurationError(
-            "the address of the database cannot be read; it looks like postgresql://user@host:5432/name"
+            "the address of the database cannot be read; it looks like postgresql://user@host:5432/name, and is named "
+            "by ERGON_POSTGRES__DSN, by ergon.toml or by the program"
         ) from None
 
 
@@ -264,7 +265,7 @@ class Lines:
                 await connection.execute(_PLANS)
         except BaseException:
             # Not awaited: whoever is cancelled here may be cancelled there too.
-            connection.pgconn.finish()
+            connection.finish()
             raise
         return connection
 
@@ -318,7 +319,7 @@ async def _outwait_async(line: AsyncLine, place: Place) -> None:
         try:
             await line.wait(generators.execute(line.pgconn))
         finally:
-            line.pgconn.finish()
+            line.finish()
 
 
 class _LoopLines:
@@ -336,10 +337,10 @@ class _LoopLines:
                 with suppress(psycopg.Error):
                     await connection.rollback()
         except BaseException:
-            connection.pgconn.finish()
+            connection.finish()
             raise
         if closed or connection.pgconn.transaction_status != TransactionStatus.IDLE:
-            connection.pgconn.finish()
+            connection.finish()
         else:
             self.idle.append(connection)
 
@@ -353,7 +354,7 @@ class _LoopLines:
         """The loop has closed: nobody can await the closing, so it is done below the driver."""
         while self.idle:
             connection = self.idle.pop()  # held by a name: without one it is collected, unclosed, before it is closed
-            connection.pgconn.finish()
+            connection.finish()
 
 
 C = TypeVar("C", Line, AsyncLine)
@@ -370,4 +371,4 @@ def _first_sound(idle: list[C]) -> C | None:
         poll.register(connection.fileno(), select.POLLIN)
         if not poll.poll(0):
             return connection
-        connection.pgconn.finish()
+        connection.finish()

@@ -112,7 +112,8 @@ def _connected(dsn: str) -> Iterator[Connection]:
     except driver.ProgrammingError:
         # Without its cause, which quotes the address.
         raise ConfigurationError(
-            "the address of the database cannot be read; it looks like postgresql://user@host:5432/name"
+            "the address of the database cannot be read; it looks like postgresql://user@host:5432/name, and is named "
+            "by ERGON_POSTGRES__DSN, by ergon.toml or by the program"
         ) from None
     options = {"connect_timeout": _PATIENCE, **given, "prepare_threshold": None}
     engine = create_engine("postgresql+psycopg://", creator=lambda: driver.connect(**options), poolclass=NullPool)

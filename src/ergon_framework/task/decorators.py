@@ -81,6 +81,12 @@ class _Decorated:
     def _plain_produce(self) -> bool:
         return self._success is None
 
+    @property
+    def taken(self) -> frozenset[str]:
+        """The services that its functions take; whatever else it is given reaches nobody."""
+        functions = (self._function, self._success, self._failure)
+        return frozenset(name for one in functions if one is not None for name in one.services)
+
     def _given(self, more: Mapping[str, Any] | None) -> Services:
         services = Services({**self.services, **(more or {})}, owner=self._name)
         for function in (self._function, self._success, self._failure):

@@ -60,6 +60,11 @@ class Function:
         self._positional = [p.name for p in others[:positional]]
         self._services = {p.name: p.default is not p.empty for p in others[positional:]}
 
+    @property
+    def services(self) -> frozenset[str]:
+        """The services that it takes, those with a default among them."""
+        return frozenset(self._services)
+
     def missing(self, services: Mapping[str, Any]) -> list[str]:
         """The services that it needs and nobody gave."""
         return [name for name, optional in self._services.items() if not optional and name not in services]

@@ -58,6 +58,14 @@ def exposed_name(metric: Metric) -> str:
     return metric.name.replace(".", "_") + _UNITS.get(metric.unit, "")
 
 
+def sample_name(metric: Metric) -> str:
+    """What its values are called there."""
+    if metric.name in _PARTS:
+        family, suffix = _PARTS[metric.name]
+        return family.replace(".", "_") + "_seconds" + suffix
+    return exposed_name(metric) + ("_total" if metric.kind == "counter" else "")
+
+
 def exposed_label(attribute: str) -> str:
     """What *attribute* is called there."""
     return attribute.replace(".", "_")

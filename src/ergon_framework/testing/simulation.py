@@ -62,9 +62,9 @@ class Simulation(Slots):
     not wait: nothing else happens while they do.
     """
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, *, start: float = 0.0) -> None:
         self._random = random.Random(seed)  # noqa: S311 - not a secret
-        self._now = 0.0
+        self._now = start
         super().__init__(Senses(clock=lambda: self._now, wall=lambda: DAWN + self._now, dice=self._random.random))
         self.trace: list[Moment] = []
         self._context = copy_context()

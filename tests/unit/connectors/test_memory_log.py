@@ -393,3 +393,17 @@ def test_it_says_what_it_is(log):
     assert capabilities.release_is_free
     assert capabilities.ordered_by_key
     assert capabilities.durable is False
+
+
+@pytest.mark.spec("CNN-01")
+def test_what_is_in_hand_from_beside_the_log_stays_so_while_its_record_is_passed():
+    records, side = Records(1), MemorySideStore()
+    client = MemoryLog(records=records, side=side)
+    client.dispatch([Transaction(f"t-{number}") for number in range(3)])
+    _, two, _ = client.fetch_transactions(3)
+    client.settle([(two, Later(0.0))])
+    heir = MemoryLog(records=records, side=side)
+    found = heir.fetch_transactions(3)
+    assert [each.transaction.id for each in found] == ["t-1", "t-0", "t-2"]
+    assert heir.settle([(each, Ack()) for each in found]) == [SettleResult.SETTLED] * 3
+    assert side.kept(0) == []

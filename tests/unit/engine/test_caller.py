@@ -526,6 +526,52 @@ def test_a_body_that_ignores_its_cancellation_is_not_awaited():
     assert (at, left, later) == (2.0, 1, 0), "somebody holds it until it has ended"
 
 
+def test_a_body_that_comes_late_after_all_tells_nobody():
+    told = []
+
+    async def late():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(1000)
+        return "too late"
+
+    async def main():
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+        answer = await AsyncCaller().perform(one(Call("body", late, (), 2.0)))
+        await asyncio.sleep(1.0)
+        gc.collect()
+        return answer
+
+    assert isinstance(run_virtual(main()), Expired)
+    assert told == []
+
+
+def test_a_body_that_somebody_else_cancels_is_not_waited_for():
+    async def cancelled():
+        task = asyncio.current_task()
+        asyncio.get_running_loop().call_soon(task.cancel)
+        await asyncio.sleep(1000)
+
+    async def main():
+        with pytest.raises(asyncio.CancelledError):
+            await AsyncCaller().perform(one(Call("body", cancelled, (), 500.0)))
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(main()) == 0.0
+
+
+def test_a_body_that_comes_back_in_the_turn_of_its_deadline_is_heard():
+    async def just():
+        asyncio.get_running_loop().call_soon(time.sleep, 0.1)  # both moments pass meanwhile
+        await asyncio.sleep(0.01)
+        return "done"
+
+    async def main():
+        until = asyncio.get_running_loop().time() + 0.02
+        return await AsyncCaller().perform(one(Call("body", just, (), until)))
+
+    assert asyncio.run(main()).value == "done"
+
+
 def test_a_body_that_raises_at_once_is_an_answer():
     def broken():
         raise LookupError("before it was a coroutine")

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -433,6 +434,26 @@ def test_an_answer_that_cannot_be_read_is_an_error_of_its_own_job():
 
     got = pooled(body)
     assert (got.status, got.error_type) == (Status.ERROR, "bad_outcome")
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (("./there-is-no-such-program",), "there-is-no-such-program' ended before its first answer: .*not found"),
+        ((sys.executable, "-c", "import none_such"), "No module named 'none_such'"),
+        ((sys.executable, "-c", "print(1 / 0) or print()"), "ZeroDivisionError: division by zero"),
+        (("true",), "'true' ended before its first answer: it said nothing"),
+    ],
+)
+def test_an_executor_that_ends_before_its_first_answer_says_why(words, said, caplog):
+    async def main():
+        wrong = Command(words=words, environment={"PATH": os.environ["PATH"]})
+        async with ExecutorPool(wrong, policy=PoolPolicy(size=1)) as pool:
+            await until(lambda: pool.counts["died"] >= 1)
+
+    asyncio.run(main())
+    told = next(record for record in caplog.records if record.msg == "executor ended")
+    assert re.search(said, told.error), told.error
 
 
 def test_an_executor_that_cannot_start_is_tried_again_with_waits():

@@ -31,6 +31,7 @@ from ergon_framework.executor.lines import MAX_LINE, Overlong, Splitter
 from ergon_framework.executor.protocol import LONGEST_TRACEBACK, ExecutionOutcome, read_outcome
 from ergon_framework.executor.registry import Registry, Retry
 from ergon_framework.executor.runtime import Runtime
+from ergon_framework.telemetry.context import outbound
 from ergon_framework.telemetry.spans import Tracing
 from ergon_framework.transaction import Transaction
 from tests.unit.executor.messages import line, request
@@ -582,6 +583,23 @@ def test_the_trace_of_the_request_is_continued(flavour, spans):
         "ergon.attempt": 1,
         "ergon.outcome": "success",
     }
+
+
+@pytest.mark.spec("EXE-14", "RUN-04")
+@pytest.mark.parametrize("flavour", ["sync", "async"])
+def test_where_nothing_is_recorded_the_trace_of_the_request_is_passed_on(flavour, monkeypatch):
+    monkeypatch.setattr(observe, "tracing", lambda _: None)
+
+    async def sent_async():
+        return outbound()
+
+    handler = outbound if flavour == "sync" else sent_async
+    carrier = {"traceparent": PARENT, "baggage": "tenant=acme"}
+    runtime = runtime_of(handler=handler)
+    got = [read_outcome(runtime.reply(line("handler", context={"trace_context": each}))) for each in (carrier, None)]
+    runtime.close()
+    # What came with one job is not left behind for the next.
+    assert [one.result for one in got] == [carrier, {}]
 
 
 @pytest.mark.spec("EXE-14")

@@ -207,6 +207,22 @@ def test_a_consumer_notices_that_its_store_was_put_back():
     assert [each.transaction.id for each in client.fetch_transactions(5)] == ["t-3"]
 
 
+@pytest.mark.spec("FAC-15")
+def test_what_is_said_of_facts_of_one_epoch_is_not_said_of_those_of_another():
+    store, side = MemoryBoundary(), MemoryFactSide()
+    client = connector(store, side)
+    client.dispatch(sent(3))
+    _, two, three = client.fetch_transactions(3)
+    client.settle([(two, Later(60.0)), (three, Ack())])
+    client.close()
+    other = MemoryBoundary()
+    client = connector(other, side)
+    client.dispatch([Transaction(f"u-{number}") for number in range(1, 4)])
+    assert side.forget_epoch() == 1
+    assert [each.transaction.id for each in client.fetch_transactions(5)] == ["u-1", "u-2", "u-3"]
+    assert [(record.id, record.reason) for record in client.list_dead(DeadLetterQuery())] == [("t-2", "epoch_changed")]
+
+
 @pytest.mark.spec("FAC-15", "FAC-10")
 def test_forwarded_facts_are_read_by_the_offsets_of_their_origin():
     origin, other = MemoryBoundary(), MemoryBoundary(side=Side.OUTER)
@@ -235,6 +251,33 @@ def test_a_dead_letter_that_somebody_else_replays_reaches_the_one_who_reads():
     client.settle([(again, Ack())])
     assert client.fetch_transactions(5) == []
     assert operator.list_dead(DeadLetterQuery()) == []
+
+
+class Lasting(MemoryBoundary):
+    """A store that says it outlives its process."""
+
+    @property
+    def capabilities(self):
+        return replace(super().capabilities, durable=True)
+
+
+def test_a_dead_letter_that_ends_with_the_process_before_its_fact_leaves_a_line_in_the_log(caplog):
+    client = connector(Lasting(), reader="ledger")
+    client.dispatch(sent(1))
+    with caplog.at_level("WARNING"):
+        client.settle([(client.fetch_transactions(1)[0], DeadLetter("odd"))])
+    (record,) = caplog.records
+    assert record.message == "dead letter of a fact is in memory only"
+    assert (record.queue, record.transaction, record.reason) == (client.name, "t-1", "odd")
+
+
+def test_a_dead_letter_that_ends_together_with_its_fact_leaves_none(caplog):
+    client = connector(MemoryBoundary())
+    client.dispatch(sent(1))
+    with caplog.at_level("WARNING"):
+        client.settle([(client.fetch_transactions(1)[0], DeadLetter("odd"))])
+    assert caplog.records == []
+    assert len(client.list_dead(DeadLetterQuery())) == 1
 
 
 def test_a_dead_letter_whose_fact_nobody_knows_stays_one():

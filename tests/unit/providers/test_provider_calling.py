@@ -127,6 +127,19 @@ def test_books_that_do_not_answer_let_nothing_through() -> None:
     assert (type(error), error.code, error.final, world.rows) == (ProviderInternalError, "books_unavailable", False, [])
 
 
+@pytest.mark.spec("PRV-19")
+@pytest.mark.parametrize("gone", ["silent", "refused"])
+def test_books_that_are_lost_between_two_attempts_are_no_reason_to_give_up_for_good(gone: str) -> None:
+    world = World(waits=True).admitted().answer(Err(ProviderDependencyError("down"))).answer(Ok(None))
+    world.now = world.effect.until
+    world.answer(None)
+    assert world.effect.fn == world.admit, "the second attempt is asked for"
+    world.answer(Expired(world.effect) if gone == "silent" else Err(OSError("database gone")))
+    world.answer(Ok(None))
+    error = world.result.error
+    assert (error.code, error.final, error.later) == ("books_unavailable", False, False)
+
+
 def test_what_a_call_came_to_stands_though_the_books_do_not_answer() -> None:
     world = World(waits=True).admitted().answer(Ok({"id": 1}))
     world.answer(Expired(world.effect))

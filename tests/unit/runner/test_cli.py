@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from ergon_framework.cli import child, run, summary
 from ergon_framework.cli import main as command
 from ergon_framework.cli.app import app
-from ergon_framework.cli.logs import Fielded, Structured
+from ergon_framework.cli.logs import Fielded, Structured, configure
 from ergon_framework.runner.exits import Exit
 from ergon_framework.runner.process import Ended, Order
 from ergon_framework.runner.stages import Stage
@@ -105,9 +105,38 @@ def test_the_command_is_the_app(monkeypatch, capsys):
     assert capsys.readouterr().out.startswith("ergon ")
 
 
+def test_the_help_has_the_whole_sentence_of_each_command():
+    said = " ".join(CliRunner().invoke(app, ["--help"]).stdout.split())
+    assert "run Run a task until its queue is empty, its limit is reached, or a signal comes." in said
+    assert "..." not in said.partition("Commands:")[2]
+
+
 def test_a_log_line_ends_with_the_fields_that_were_given():
     record = logging.makeLogRecord({"msg": "transaction failed", "transaction_id": "order-3", "tenant": None})
     assert Fielded("%(message)s").format(record) == "transaction failed transaction_id=order-3"
+
+
+@pytest.mark.parametrize("level, heard", [("INFO", False), ("ERROR", False), ("DEBUG", True)])
+def test_talkative_libraries_are_heard_at_debug_only(level, heard):
+    client = logging.getLogger("pika")
+    before = client.level
+    client.setLevel(logging.NOTSET)
+    try:
+        configure(level)
+        assert client.isEnabledFor(logging.ERROR) is heard
+    finally:
+        client.setLevel(before)
+
+
+def test_what_a_program_says_of_its_libraries_stays():
+    client = logging.getLogger("pika")
+    before = client.level
+    client.setLevel(logging.INFO)
+    try:
+        configure("WARNING")
+        assert client.level == logging.INFO
+    finally:
+        client.setLevel(before)
 
 
 # -- several processes, settings and probes -------------------------------------------------------

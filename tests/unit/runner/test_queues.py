@@ -300,6 +300,13 @@ def test_dead_letters_are_found_by_the_name_of_the_queue_alone(folder, memory):
         load_connector("letters")
 
 
+def test_a_queue_that_is_known_but_wrong_is_told_without_another_way_to_name_it(folder):
+    say(folder, "orders", "nowhere://at-all")
+    with pytest.raises(ConfigurationError, match="no connector is known for") as caught:
+        load_connector("orders")
+    assert "MODULE:CONNECTOR" not in str(caught.value)
+
+
 # -- the commands ----------------------------------------------------------------------------------
 
 

@@ -26,6 +26,7 @@ from ergon_framework import (
     ProducerPolicy,
     Task,
     Transaction,
+    TransactionException,
     consumer,
     producer,
 )
@@ -453,3 +454,13 @@ def test_services_are_read_only_names_and_an_unknown_one_names_the_known() -> No
         _ = task.services._private
     with pytest.raises(ConfigurationError, match="there are: none"):
         _ = Charge(orders()).services.anything
+
+
+def test_a_payload_is_read_as_the_type_that_the_task_declares():
+    @consumer(MemoryConnector("orders"), payload=Order)
+    def task(order):
+        pass
+
+    assert task.read_payload(Transaction("one", {"id": "a", "total": 7})) == Order(id="a", total=7)
+    with pytest.raises(TransactionException, match="total: Field required"):
+        task.read_payload(Transaction("one", {"id": "a"}))

@@ -139,6 +139,25 @@ def test_the_defaults_by_hand():
     assert (worst.calls, worst.calls_with_crashes) == (3, 30)
 
 
+def test_each_step_has_its_name_and_its_own_figures():
+    retry = {"max_attempts": 1, "backoff": 0.0}
+    worst = worst_case(
+        made(
+            retry | {"timeout": 1.0, "abandon_grace": 0.25},
+            retry | {"timeout": 2.0, "abandon_grace": 0.5},
+            retry | {"timeout": 4.0, "abandon_grace": 0.125},
+            transaction_timeout=10.0,
+        )
+    )
+    assert [(step.name, step.timeout, step.grace) for step in worst.steps] == [
+        ("process", 1.0, 0.25),
+        ("success", 2.0, 0.5),
+        ("exception", 4.0, 0.125),
+        ("settle", 30.0, 5.0),
+    ]
+    assert worst.lifecycle == 10.0 + 0.5
+
+
 def test_a_wait_beyond_hold_is_the_brokers_and_ends_a_delivery():
     worst = worst_case(made({"max_attempts": 4, "timeout": 1.0, "abandon_grace": 0.0, "backoff": 10.0, "hold": 20.0}))
     assert [wait.slept for wait in worst.process.waits] == [10.0, 20.0, None]

@@ -60,6 +60,19 @@ def test_the_command_tells_people_and_programs():
     assert told.exit_code == 2
 
 
+def test_an_executor_without_the_handlers_of_the_exam_is_told_that_it_needs_them():
+    program = """
+import json, sys
+for line in sys.stdin:
+    job_id = json.loads(line)["job_id"]
+    told = {"job_id": job_id, "status": "error", "error_type": "handler_not_found", "error_message": "there is none"}
+    print(json.dumps(told), flush=True)
+"""
+    told = CliRunner().invoke(app, ["executor", "check", "--only", ONLY[0], "--", sys.executable, "-S", "-c", program])
+    assert told.exit_code == 1
+    assert "the exam needs handlers of its own, exam.echo" in told.stderr
+
+
 def test_the_document_lists_the_handlers_as_they_are():
     text = (ROOT / "docs" / "executors.md").read_text(encoding="utf-8")
     assert dict(re.findall(r"^\| `(exam\.\w+)` \| (.*) \|$", text, re.MULTILINE)) == HANDLERS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from ergon_framework.connectors.base import ConnectorError, DeadLetter, Delivery
 from ergon_framework.connectors.codec import Codec, decode
@@ -62,10 +62,30 @@ select transaction_id from ergon.content where queue = %(queue)s and transaction
 """
 
 
+class Row(NamedTuple):
+    """A dead letter as the table has it."""
+
+    place: int
+    transaction_id: str
+    reason: str
+    at: float
+    deliveries: int
+    readable: bool
+    failure: str | None
+    headers: Any
+    body: bytes
+
+
 def listed(
     queue: int, name: str, codec: Codec, query: DeadLetterQuery, *, after: str | None, limit: int
 ) -> Operation[Sequence[DeadLetterRecord]]:
     """One page of the dead letters that *query* means."""
+    rows = yield from found(queue, query, after=after, limit=limit)
+    return [_record(row, name, codec) for row in rows]
+
+
+def found(queue: int, query: DeadLetterQuery, *, after: str | None, limit: int) -> Operation[list[Row]]:
+    """The same as rows."""
     given: dict[str, Any] = {"queue": queue, "after": 0 if after is None else number(after), "limit": limit}
     where = ""
     for field, column in _COLUMNS.items():
@@ -79,10 +99,10 @@ def listed(
             where += f" and at {sign} %({field})s"
             given[field] = datetime.fromtimestamp(moment, UTC)
     rows = yield Query(_LIST.format(where=where), given)
-    return [_record(row, name, codec) for row in rows]
+    return [Row(*row) for row in rows]
 
 
-def _record(row: Sequence[Any], name: str, codec: Codec) -> DeadLetterRecord:
+def _record(row: Row, name: str, codec: Codec) -> DeadLetterRecord:
     place, transaction_id, reason, at, deliveries, readable, failure, headers, body = row
     headers = texts(headers)
     transaction, error = decode(codec, body, headers, source=name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import select
 import socket
 import threading
 import time
@@ -22,9 +23,8 @@ from ergon_framework.schema.operation import Operation, Query
 _log = logging.getLogger(__name__)
 
 CHANNEL: Final = "ergon_pause"
-#: Seconds between two looks, and in which the watcher notices its end.
+#: Seconds between two looks.
 LOOK: Final = 0.9
-_NOTICE: Final = 0.1
 #: Seconds within which a look must be answered.
 _PATIENCE: Final = 5.0
 #: Seconds before it connects again: first, longest, and where the database has no table of pauses yet.
@@ -130,6 +130,8 @@ class PauseWatch:
         self._in_hand = in_hand
         self._changed = changed
         self._over = threading.Event()
+        # A thread that waits for the server is woken through these; the driver would look around ten times a second.
+        self._woken, self._wake = socket.socketpair()
         #: Set once it is known whether there is a pause, or that it cannot be known for now.
         self._known = threading.Event()
         self._found: tuple[str, str, str] | None = None
@@ -147,7 +149,12 @@ class PauseWatch:
     def stop(self, timeout: float = 1.0) -> None:
         """End it; a thread that is stuck in a connection is left behind."""
         self._over.set()
+        self._wake.close()
         self._thread.join(timeout)
+
+    def wait(self, timeout: float) -> bool:
+        """Until it is known whether there is a pause, for at most *timeout* seconds."""
+        return self._known.wait(timeout)
 
     @property
     def known(self) -> bool:
@@ -167,6 +174,10 @@ class PauseWatch:
     # -- its thread -------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
+        with self._woken:
+            self._keep_watching()
+
+    def _keep_watching(self) -> None:
         delay = _FIRST
         while not self._over.is_set():
             try:
@@ -186,10 +197,7 @@ class PauseWatch:
             connection.execute(f"listen {CHANNEL}")
         while not self._over.is_set():
             self._look(connection)
-            until = time.monotonic() + LOOK
-            while (left := until - time.monotonic()) > 0 and not self._over.is_set():
-                if self._told(connection, min(left, _NOTICE)):
-                    break
+            self._wait(connection)
         connection.execute(_LEFT, self._who)
 
     def _look(self, connection: Line) -> None:
@@ -218,11 +226,19 @@ class PauseWatch:
         connection.execute(_HERE, {**self._who, "obeys": obeys, "in_hand": in_hand})
         self._reported, self._due = news, now + _REPORT
 
-    def _told(self, connection: Line, seconds: float) -> bool:
+    def _wait(self, connection: Line) -> None:
+        """Until somebody pauses or resumes anything, it is time to look, or this is to end."""
         if not self._lines.direct:
-            self._over.wait(seconds)
-            return False
-        return any(True for _ in connection.notifies(timeout=seconds, stop_after=1))
+            self._over.wait(LOOK)
+            return
+        # What came beside the answers to a look lies with the driver, where no poll sees it.
+        if _drained(connection):
+            return
+        poll = select.poll()
+        poll.register(connection.pgconn.socket, select.POLLIN)
+        poll.register(self._woken, select.POLLIN)
+        poll.poll(1000 * LOOK)
+        _drained(connection)
 
     def _missed(self, error: Exception) -> None:
         self._known.set()
@@ -232,3 +248,8 @@ class PauseWatch:
             _log.warning(
                 "pause watch lost", extra={"task": self._who["task"], "state": held, "error": type(error).__name__}
             )
+
+
+def _drained(connection: Line) -> bool:
+    """Whether there was any word on the channel; it is taken off, and a connection that was lost says so."""
+    return bool(list(connection.notifies(timeout=0)))

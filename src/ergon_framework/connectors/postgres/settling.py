@@ -240,20 +240,20 @@ def _burial(placed: list[_Placed]) -> dict[str, list[Any]]:
     dead: list[tuple[Delivery, DeadLetter]] = [(delivery, how) for _, delivery, how in placed]
     failures = [how.failure for _, how in dead]
     return {
-        "reasons": _fit(how.reason for _, how in dead),
-        "names": _fit(delivery.transaction.id for delivery, _ in dead),
-        "types": _fit(delivery.transaction.type for delivery, _ in dead),
-        "tenants": _fit(delivery.transaction.tenant for delivery, _ in dead),
-        "correlations": _fit(delivery.transaction.correlation for delivery, _ in dead),
-        "tasks": _fit(None if failure is None else failure.task_name for failure in failures),
-        "error_types": _fit(None if failure is None else failure.error_type for failure in failures),
+        "reasons": fitting(how.reason for _, how in dead),
+        "names": fitting(delivery.transaction.id for delivery, _ in dead),
+        "types": fitting(delivery.transaction.type for delivery, _ in dead),
+        "tenants": fitting(delivery.transaction.tenant for delivery, _ in dead),
+        "correlations": fitting(delivery.transaction.correlation for delivery, _ in dead),
+        "tasks": fitting(None if failure is None else failure.task_name for failure in failures),
+        "error_types": fitting(None if failure is None else failure.error_type for failure in failures),
         "categories": [None if failure is None else failure.category.value for failure in failures],
         "readables": [delivery.receipt.readable for delivery, _ in dead],
         "failures": [None if failure is None else failure.model_dump_json() for failure in failures],
     }
 
 
-def _fit(texts: Iterable[str | None]) -> list[str | None]:
+def fitting(texts: Iterable[str | None]) -> list[str | None]:
     """What a text column can hold: neither zeros nor halves of characters."""
     return [
         None if text is None else text.replace("\0", "\ufffd").encode(errors="replace").decode()[:_LONGEST]

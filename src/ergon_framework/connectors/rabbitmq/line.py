@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Future
@@ -33,6 +34,8 @@ _making = threading.Lock()
 #: How the server says that a name or password is wrong, and that a vhost is not there or not for this user.
 _REFUSED: Final = 403
 _NOT_ALLOWED: Final = 530
+#: Its words, in what the client makes of them.
+_SAID: Final = re.compile(r"\(\d{3}\) '([^']*?)\.?'")
 #: Seconds that a connection may take to say goodbye.
 _GOODBYE: Final = 2.0
 
@@ -172,7 +175,9 @@ class Connection:
         raw = AsyncioConnection(
             self._settings,
             on_open_callback=lambda connection: None if opened.done() else opened.set_result(connection),
-            on_open_error_callback=lambda _, error: None if opened.done() else opened.set_exception(_unopened(error)),
+            on_open_error_callback=lambda _, error: (
+                None if opened.done() else opened.set_exception(_unopened(error, self._settings))
+            ),
             on_close_callback=self._on_closed,
             custom_ioloop=asyncio.get_running_loop(),
         )
@@ -339,13 +344,16 @@ class _lost:  # noqa: N801 - used as a function
             raise ConnectionLost(f"cannot {self._words}: {_words(error)}") from error
 
 
-def _unopened(error: BaseException) -> Exception:
+def _unopened(error: BaseException, settings: pika.ConnectionParameters) -> Exception:
     """Why there is no connection; a wrong password stays wrong, everything else may be over soon."""
+    server = f"RabbitMQ at {settings.host}:{settings.port}"
     if isinstance(error, ProbableAuthenticationError | ProbableAccessDeniedError) and _told(str(error)):
+        said = _SAID.search(str(error))
+        why = f": {said[1]}" if said else ""
         return ConfigurationError(
-            "RabbitMQ does not let this user in; check the name, the password and the vhost of the address"
+            f"{server} does not let this user in{why}; check the name, the password and the vhost of the address"
         )
-    return ConnectionLost(f"RabbitMQ cannot be reached: {_words(error)}")
+    return ConnectionLost(f"{server} cannot be reached: {_words(error)}")
 
 
 def _told(words: str) -> bool:
@@ -355,7 +363,13 @@ def _told(words: str) -> bool:
 
 def _words(error: BaseException) -> str:
     """What the client says without the address, which it never quotes with a password but at great length."""
-    inner = error
-    while inner.args and isinstance(inner.args[0], BaseException):
-        inner = inner.args[0]
-    return f"{type(inner).__name__}: {inner}"[:200]
+    while (within := _within(error)) is not None:
+        error = within
+    return f"{type(error).__name__}: {error}"[:200]
+
+
+def _within(error: BaseException) -> BaseException | None:
+    """What *error* only wraps: the client has it among several, as an attribute, or as an argument."""
+    several = getattr(error, "exceptions", ())
+    found = several[-1] if several else getattr(error, "exception", error.args[0] if error.args else None)
+    return found if isinstance(found, BaseException) else None

@@ -14,7 +14,6 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable
 from contextvars import Context, copy_context
-from functools import partial
 from typing import Any, Final
 
 from ergon_framework import scope
@@ -188,18 +187,17 @@ class AsyncCaller:
 
     async def _made_elsewhere(self, call: Call) -> Answer:
         loop = asyncio.get_running_loop()
-        task = loop.create_task(_body_async(call), context=_context(call))
-        over: asyncio.Future[None] = loop.create_future()
-        wake = partial(_wake, over)
-        task.add_done_callback(wake)
-        timer = loop.call_at(call.until, wake)
+        over: asyncio.Future[Answer] = loop.create_future()
+        task = loop.create_task(_told(over, call), context=_context(call))
+        timer = loop.call_at(call.until, _tell, over, Expired(call))
         try:
-            await over
+            answer = await over
         finally:
             timer.cancel()
             if not task.done():
                 self._abandon(task, call)
-        return task.result() if task.done() else Expired(call)
+        # Both at once: what was done was done.
+        return task.result() if type(answer) is Expired and task.done() else answer
 
     def _abandon(self, task: asyncio.Task[Any], call: Call) -> None:
         if call.scope is not None:
@@ -231,9 +229,9 @@ def _context(call: Call) -> Context:
     return call.context or copy_context()
 
 
-def _wake(over: asyncio.Future[None], _: object = None) -> None:
+def _tell(over: asyncio.Future[Answer], answer: Answer) -> None:
     if not over.done():
-        over.set_result(None)
+        over.set_result(answer)
 
 
 def _made(call: Call) -> Answer:
@@ -281,6 +279,17 @@ async def _body_async(call: Call) -> Answer:
         scope.enter(call.scope)
     answer = _made(call)
     return await _made_async(answer.value) if isinstance(answer, Ok) else answer
+
+
+async def _told(over: asyncio.Future[Answer], call: Call) -> Answer:
+    """Make *call*, and say so from within: of the end of a task others learn a turn of the loop later."""
+    try:
+        answer = await _body_async(call)
+    except BaseException:
+        over.cancel()  # somebody else has cancelled this task
+        raise
+    _tell(over, answer)
+    return answer
 
 
 def _unknown(effect: object) -> ConfigurationError:

@@ -17,8 +17,9 @@ from ergon_framework.facts.service.messages import written
 
 #: The largest piece in one message.
 PIECE: Final = 1024 * 1024
-#: Seconds before it goes on after a break; when they are used up without a byte more, it is given up.
-WAITS: Final = (0.1, 0.4, 1.6)
+#: Seconds before it goes on after a break; when they are used up without a byte more, it is given up. Together they are
+#: longer than a service needs to start again, also on a machine that has much to do.
+WAITS: Final = (0.1, 0.4, 1.6, 3.2, 6.4)
 
 
 class Breaks:

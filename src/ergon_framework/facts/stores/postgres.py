@@ -38,6 +38,7 @@ from ergon_framework.facts.stores.postgres_bell import Bell
 from ergon_framework.facts.stores.postgres_objects import Objects, put_async
 from ergon_framework.facts.stores.postgres_partitions import made_ahead
 from ergon_framework.facts.stores.postgres_sharing import AsyncShared, Shared, portions
+from ergon_framework.facts.stores.postgres_side import PostgresFactSide
 from ergon_framework.facts.stores.postgres_store import Store
 from ergon_framework.schema.operation import Operation, Query
 
@@ -243,6 +244,10 @@ class PostgresBoundary(Boundary, AsyncBoundary):
 
     def listen(self, wake: Callable[[], None]) -> Unlisten:
         return self._premises().bell.hang(wake)
+
+    def fact_side(self) -> PostgresFactSide:
+        """In the same database, so that what has succeeded costs no more than its receipt."""
+        return PostgresFactSide.beside(self._run, self._run_async)
 
     def new_epoch(self, *, by: str, why: str = "") -> str:
         """Begin a new epoch, as somebody must who knows that an older state was put back; *by* is kept."""

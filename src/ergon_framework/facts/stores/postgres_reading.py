@@ -112,13 +112,28 @@ def _stored(row: tuple[Any, ...], pair: Pair, epoch: str) -> StoredFact:
     )
 
 
-def confirm(store: Store, reader: str, pair: Pair, cursor: Cursor) -> Operation[None]:
-    """He has done with all up to *cursor*."""
+def _confirmable(store: Store, reader: str, pair: Pair, cursor: Cursor) -> Operation[tuple[_State, int]]:
+    """The state, and what is confirmed."""
     state = yield from _state(store, pair, reader)
     if state.confirmed is None:
         raise refusals.unknown_reader(reader, pair)
     _check(pair, cursor, state)
-    if cursor.offset > state.confirmed:
+    return state, state.confirmed
+
+
+def confirm_held(
+    store: Store, reader: str, pair: Pair, cursor: Cursor, *, side: int, generation: int
+) -> Operation[bool]:
+    """The same as confirm, if the side of that reader is in that generation; whether it is."""
+    state, _ = yield from _confirmable(store, reader, pair, cursor)
+    asked = {"log": state.log, "reader": reader, "offset": cursor.offset, "side": side, "generation": generation}
+    return bool((yield Query(statements.CONFIRM_HELD, asked)))
+
+
+def confirm(store: Store, reader: str, pair: Pair, cursor: Cursor) -> Operation[None]:
+    """He has done with all up to *cursor*."""
+    state, before = yield from _confirmable(store, reader, pair, cursor)
+    if cursor.offset > before:
         # What he has not confirmed is retained for him, so the fact at his cursor is there.
         yield Query(statements.CONFIRM, {"log": state.log, "reader": reader, "offset": cursor.offset})
 

@@ -119,6 +119,19 @@ where r.log = %(log)s and r.reader = %(reader)s and r.fact_offset < %(offset)s
     and f.log = %(log)s and f.fact_offset = %(offset)s
 """
 
+#: The same of one whose side is in a generation: a row is answered if it is.
+CONFIRM_HELD: Final = """
+with owner as (
+    select s.id from ergon.fact_side s where s.id = %(side)s and s.generation = %(generation)s
+), told as (
+    update ergon.fact_readers r set fact_offset = f.fact_offset, total = f.total, confirmed_at = now()
+    from ergon.facts f, owner
+    where r.log = %(log)s and r.reader = %(reader)s and r.fact_offset < %(offset)s
+        and f.log = %(log)s and f.fact_offset = %(offset)s
+)
+select id from owner
+"""
+
 FIRST_SINCE: Final = """
 select f.fact_offset from ergon.facts f
 where f.log = %(log)s and f.fact_offset > %(dropped)s and f.stored_at >= %(moment)s order by f.fact_offset limit 1

@@ -9,8 +9,8 @@ from typing import Any
 
 import psycopg
 
-from ergon_framework.schema.failures import translated
-from ergon_framework.schema.line import Line, Silent
+from ergon_framework.schema.failures import Silent, translated
+from ergon_framework.schema.line import Line
 from ergon_framework.schema.lines import options_of
 
 

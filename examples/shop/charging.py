@@ -1,0 +1,87 @@
+"""Takes orders from RabbitMQ, has the bank charge them, and asks for an invoice of each that was paid."""
+
+import json
+import os
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from psycopg_pool import ConnectionPool
+
+from ergon_framework import BusinessError, Later, Transaction, consumer
+from ergon_framework.connectors.foreign import ForeignCodec, pointer
+from ergon_framework.connectors.postgres import PostgresQueue
+from ergon_framework.connectors.rabbitmq import RabbitMQQueue
+from ergon_framework.providers.base import ProviderBase
+from ergon_framework.providers.circuit_breaker import BreakerPolicy
+from ergon_framework.providers.errors import ProviderError
+from ergon_framework.providers.execution import ProviderExecutionContext
+from ergon_framework.providers.policy import ProviderPolicy
+from ergon_framework.providers.sql.books import PostgresBooks
+
+# The web shop that writes them knows nothing of Ergon: plain JSON, and the order's own number is the id.
+orders = RabbitMQQueue("orders", codec=ForeignCodec(id=pointer("/id"), type="order"))
+invoices = PostgresQueue("invoices", inbox=True)
+
+
+@dataclass
+class Order:
+    id: str
+    cents: int
+    card: str
+    country: str
+    placed: str
+
+
+# One call at a time asks whether the bank is back. If its process is killed the others wait for the end of its lease.
+BREAKER = BreakerPolicy(open_cooldown_seconds=3, probe_lease_seconds=20)
+
+
+class Bank(ProviderBase):
+    provider_name = "bank"
+    capability = "charging"
+    policy = ProviderPolicy(timeout=12, breaker=BREAKER)
+
+    def __init__(self, url: str, **given: Any) -> None:
+        super().__init__(**given)
+        self._url = url
+
+    def _execute_impl(
+        self, *, operation: str, payload: dict[str, Any], context: ProviderExecutionContext, **_: Any
+    ) -> dict[str, Any]:
+        headers = {"Idempotency-Key": context.idempotency_key or ""}
+        request = urllib.request.Request(f"{self._url}/{operation}", json.dumps(payload).encode(), headers)  # noqa: S310
+        with urllib.request.urlopen(request, timeout=min(context.timeout, 4)) as answer:  # noqa: S310 - our own settings
+            return dict(json.load(answer))
+
+
+bank = Bank(os.environ["BANK_URL"], books=PostgresBooks())
+
+
+@contextmanager
+def database() -> Iterator[dict[str, ConnectionPool]]:
+    with ConnectionPool(os.environ["ERGON_POSTGRES__DSN"], min_size=1, check=ConnectionPool.check_connection) as pool:
+        yield {"pool": pool}
+
+
+@consumer(orders, payload=Order, lifespan=database, uses=[bank])
+def charge(order: Order, pool: ConnectionPool) -> Later | None:
+    try:
+        paid = bank.call("charge", {"order": order.id, "cents": order.cents, "card": order.card})
+    except ProviderError as error:
+        if error.retryable:
+            return Later(3)  # an outage of the bank is no reason to give an order up; it comes again with the same key
+        raise
+    if paid["status"] == "declined":
+        raise BusinessError(f"the bank declined order {order.id}", code="declined")
+    with pool.connection() as connection:  # one database transaction: the charge is noted and its invoice asked for
+        noted = connection.execute(
+            "insert into charge (order_id, cents, receipt) values (%s, %s, %s) on conflict do nothing",
+            [order.id, order.cents, paid["receipt"]],
+        )
+        if noted.rowcount:
+            wanted = {"order": order.id, "cents": order.cents, "country": order.country, "placed": order.placed}
+            invoices.dispatch_on(connection, [Transaction(f"invoice-{order.id}", wanted, type="invoice")])
+    return None

@@ -1,0 +1,38 @@
+"""Screen: one line that is written again and again, and others above it."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+
+#: Seconds between two lines where there is no terminal to write over.
+SELDOM = 5.0
+
+
+class Screen:
+    """On a terminal the last line is how it stands; elsewhere it is printed now and then."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._terminal = sys.stderr.isatty()
+        self._last = 0.0
+
+    def show(self, line: str) -> None:
+        with self._lock:
+            if self._terminal:
+                sys.stderr.write(f"\r\x1b[K{line}")
+            elif time.monotonic() - self._last >= SELDOM:
+                self._last = time.monotonic()
+                sys.stderr.write(f"{line}\n")
+            sys.stderr.flush()
+
+    def say(self, line: str) -> None:
+        with self._lock:
+            sys.stderr.write(f"\r\x1b[K{line}\n" if self._terminal else f"{line}\n")
+            sys.stderr.flush()
+
+    def clear(self) -> None:
+        if self._terminal:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()

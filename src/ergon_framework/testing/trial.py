@@ -1,0 +1,447 @@
+"""A trial: a task of yours against a queue in memory, in virtual time, with what you want to go wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Final
+
+from ergon_framework.connectors.base import Ack, DeadLetter, SettleResult
+from ergon_framework.connectors.deadletters import DeadLetterRecord
+from ergon_framework.engine.drivers.aio import Asyncio
+from ergon_framework.errors import ConfigurationError
+from ergon_framework.providers.base import AsyncProviderBase, ProviderBase
+from ergon_framework.providers.memory import MemoryBooks
+from ergon_framework.runner.queues import NamedQueue
+from ergon_framework.task.base import Services
+from ergon_framework.task.exceptions import FetchException, LoopStalled, LoopTimeout
+from ergon_framework.task.mixins.consumer import AsyncConsumerMixin, ConsumerMixin
+from ergon_framework.task.mixins.policies import ConsumerPolicy
+from ergon_framework.task.report import Outcome, Report
+from ergon_framework.testing.mishaps import Mishap, Plan, check_plan, methods_of
+from ergon_framework.testing.scene import Called, Death, FakeQueue, Scene, Settled
+from ergon_framework.testing.simulation import Simulation
+from ergon_framework.testing.virtual import Deadlock, VirtualLoop
+from ergon_framework.transaction import Transaction
+
+#: How often workers are started before what is left counts as left.
+ROUNDS: Final = 100
+
+_CONTRACT: Final = ("open", "close", "dispatch", "depth", "queued", "list_dead", "replay_dead", "discard_dead")
+_HANDLERS: Final = {
+    "process_transaction": "process",
+    "handle_transaction_success": "success",
+    "handle_transaction_exception": "exception",
+}
+
+
+class Ended(StrEnum):
+    """Where a transaction is in the end."""
+
+    ACKED = "acked"
+    DEAD = "dead"
+    LEFT = "left"
+
+
+@dataclass(slots=True)
+class Result:
+    """What came of a trial, as plain data to assert on."""
+
+    #: Of each worker that ended by itself; one that died has none.
+    reports: list[Report] = field(default_factory=list)
+    #: In the order in which they came, one for each time that a transaction was handled to its end.
+    outcomes: list[Outcome] = field(default_factory=list)
+    settled: list[Settled] = field(default_factory=list)
+    dead: Sequence[DeadLetterRecord] = ()
+    #: Ids that are still in the queue; more than once if they are.
+    left: list[str] = field(default_factory=list)
+    #: What handlers have dispatched, with the name of the queue.
+    dispatched: list[tuple[str, Transaction]] = field(default_factory=list)
+    #: Every call of the queue, of handlers and of services, in order.
+    calls: list[Called] = field(default_factory=list)
+    #: Workers that died, as was planned.
+    deaths: int = 0
+    #: Why loops ended that did not come to their end: nothing could be fetched, all slots were held, time was over.
+    errors: list[FetchException | LoopStalled | LoopTimeout] = field(default_factory=list)
+    #: Virtual seconds that it all took.
+    seconds: float = 0.0
+    sent: list[str] = field(default_factory=list)
+    #: Planned mishaps that nothing met, because no such call was made: place and number.
+    unmet: list[tuple[str, int]] = field(default_factory=list)
+
+    @property
+    def acked(self) -> Counter[str]:
+        """How often each transaction was acked; more than once is a defect."""
+        return Counter(one.id for one in self.settled if _took(one) and isinstance(one.settlement, Ack))
+
+    @property
+    def buried(self) -> Counter[str]:
+        """How often each transaction became a dead letter."""
+        return Counter(one.id for one in self.settled if _took(one) and isinstance(one.settlement, DeadLetter))
+
+    @property
+    def ends(self) -> dict[str, Ended]:
+        """Where each transaction that was sent is in the end; one that is nowhere is not among them."""
+        acked, buried, left = self.acked, self.buried, set(self.left)
+        where = {
+            name: Ended.LEFT if name in left else Ended.DEAD if buried[name] else Ended.ACKED if acked[name] else None
+            for name in self.sent
+        }
+        return {name: end for name, end in where.items() if end is not None}
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """Why each dead letter is one."""
+        return {letter.id: letter.reason for letter in self.dead}
+
+    @property
+    def attempts(self) -> Counter[str]:
+        """How often the handler was called for each transaction."""
+        return Counter(one.transaction for one in self.calls if one.place == "process" and one.transaction is not None)
+
+    def calls_of(self, place: str) -> list[Called]:
+        """The calls of one place: ``process``, ``settle``, ``bank.charge`` and so on."""
+        return [one for one in self.calls if one.place == place]
+
+    def payloads(self, queue: str) -> list[Any]:
+        """The payloads that were dispatched to *queue*, in order."""
+        return [transaction.payload for name, transaction in self.dispatched if name == queue]
+
+
+def _took(one: Settled) -> bool:
+    return one.result is SettleResult.SETTLED
+
+
+class Trial:
+    """Runs one consumer against a queue in memory, in virtual time; nothing sleeps and no server is asked.
+
+    Keywords are services, in place of the task's own; *lifespan* enters the task's, which is left out otherwise: it
+    would open what is real. Public methods of services are noted, and of whatever *watch* names besides: providers,
+    facts, clients that are globals. *queues* are others that handlers dispatch to; they are in memory meanwhile.
+    *faults* says what goes wrong at which call. A plain function takes no time unless a fault says so; coroutines
+    may sleep. Work on threads or processes of the handler's own is not followed.
+    """
+
+    def __init__(
+        self,
+        task: Any,
+        *,
+        policy: ConsumerPolicy | None = None,
+        faults: Plan | None = None,
+        queues: Collection[Any] = (),
+        watch: Mapping[str, Any] | None = None,
+        lifespan: bool = False,
+        seed: int = 0,
+        **services: Any,
+    ) -> None:
+        if not isinstance(task, ConsumerMixin | AsyncConsumerMixin):
+            raise ConfigurationError(
+                f"a trial is for a consumer, not for a {type(task).__name__}; give what @consumer made of your "
+                "function, or an instance of your class"
+            )
+        _check_taken(task, services)
+        self.seed = seed
+        self._task: Any = task
+        self._policy = policy
+        self._others = {queue.name: queue for queue in queues}
+        self._watched = {**services, **(watch or {})}
+        self._services = services
+        self._lifespan = lifespan
+        for name, target in (watch or {}).items():
+            if not methods_of(target):
+                raise ConfigurationError(
+                    f"{name!r} cannot be watched: a {type(target).__name__} has no methods on an object of its own; "
+                    "give it to the task as a service, or watch the object that it belongs to"
+                )
+        check_plan(faults or {}, self._watched)
+        self._scene = Scene(faults or {})
+        self._result = Result()
+        self._now = 0.0
+        self._books = MemoryBooks()
+        self._original: Any = task.connector
+        self.queue = FakeQueue(self._original.name, self._scene)
+        self._fakes = {name: FakeQueue(name, self._scene) for name in self._others}
+
+    # -- before --------------------------------------------------------------------------------------
+
+    def send(self, *transactions: Transaction) -> None:
+        """Put transactions into the queue."""
+        self.queue.send(transactions)
+        self._result.sent += [transaction.id for transaction in transactions]
+
+    @property
+    def faults(self) -> Plan:
+        """What goes wrong at which call."""
+        return self._scene.plan
+
+    @faults.setter
+    def faults(self, plan: Plan) -> None:
+        check_plan(plan, self._watched)
+        self._scene.plan = plan
+
+    @property
+    def dead(self) -> bool:
+        """Whether the worker that runs is dead: what its code still does is done by nobody."""
+        return self._scene.dead
+
+    # -- the run -------------------------------------------------------------------------------------
+
+    def run(self, *, rounds: int = ROUNDS) -> Result:
+        """Run workers, one after the other, until nothing is left that will become due, *rounds* of them at most."""
+        _refuse_another_loop()
+        result, run = self._result, self._run_async if isinstance(self._task, AsyncConsumerMixin) else self._run_sync
+        with ExitStack() as stack:
+            self._set_up(stack)
+            for number in range(rounds):
+                self._scene.dead = False
+                try:
+                    report = run(self.seed + number)
+                    result.reports.append(report)
+                except Death:
+                    pass
+                except (FetchException, LoopStalled, LoopTimeout) as error:
+                    # What ends a worker in earnest, too: whoever runs it starts another.
+                    result.errors.append(error)
+                due = self._due()
+                if due is None:
+                    break
+                # Whoever starts workers again does not wait for the last moment either.
+                self._now += due
+        return self._concluded()
+
+    def _due(self) -> float | None:
+        """Seconds until there is something to do; None if that will never be."""
+        depth = self.queue.depth()
+        return 0.0 if depth.ready else self.queue.next_due()
+
+    def _concluded(self) -> Result:
+        result, scene = self._result, self._scene
+        result.settled, result.dispatched, result.calls = scene.settled, scene.dispatched, scene.calls
+        result.dead, result.left = self.queue.dead_letters, self.queue.ids()
+        result.deaths, result.seconds = scene.deaths, self._now
+        result.unmet = [
+            (place, number)
+            for place, planned in scene.plan.items()
+            for number in ([0] if isinstance(planned, Mishap) else planned)
+            if number >= scene.counts[place]
+        ]
+        return result
+
+    def _run_sync(self, seed: int) -> Report:
+        simulation = _Mortal(self._scene, seed, start=self._now)
+        self._scene.clock, self._scene.pass_by, self._scene.kill = simulation.clock, simulation.takes, _nothing
+        task = self._task
+        try:
+            with self._opened_sync():
+                return simulation.consume(
+                    task, self._rules(), gates=getattr(task, "gates", ()), on_outcome=self._result.outcomes.append
+                )
+        finally:
+            self._leave(simulation.clock())
+
+    def _run_async(self, seed: int) -> Report:
+        loop = VirtualLoop(seed, start=self._now)
+        self._scene.clock, self._scene.pass_by = loop.time, _refuse_to_block
+
+        def kill() -> None:
+            loop.call_soon(_end_loop)
+
+        self._scene.kill = kill
+        try:
+            return loop.run_until_complete(self._consumed_async(loop))
+        finally:
+            now = loop.time()
+            try:
+                _cancel_all(loop)
+            finally:
+                loop.close()
+                self._leave(now)
+
+    async def _consumed_async(self, loop: VirtualLoop) -> Report:
+        task = self._task
+        async with self._opened_async():
+            report: Report = await task.consume_transactions(
+                self._rules(),
+                gates=getattr(task, "gates", ()),
+                on_outcome=self._result.outcomes.append,
+                driver=lambda: Asyncio(loop.senses),
+            )
+            return report
+
+    def _leave(self, now: float) -> None:
+        self._now = now
+        self._scene.clock, self._scene.pass_by = (lambda: self._now), _refuse_to_block
+
+    def _rules(self) -> ConsumerPolicy:
+        own = self._task.policy if isinstance(getattr(self._task, "policy", None), ConsumerPolicy) else None
+        policy = self._policy or own or ConsumerPolicy()
+        # A loop that goes on when the queue is empty would go on for ever: no time passes in between.
+        return policy.model_copy(update={"loop": policy.loop.model_copy(update={"streaming": False})})
+
+    # -- what is put in place ------------------------------------------------------------------------
+
+    def _set_up(self, stack: ExitStack) -> None:
+        task, scene = self._task, self._scene
+        stack.enter_context(_replaced(task, "connector", self.queue))
+        for queue, fake in (
+            (self._original, self.queue),
+            *((self._others[name], f) for name, f in self._fakes.items()),
+        ):
+            stack.enter_context(_stood_in_for(queue, fake))
+        # A handler that nothing is planned for stays as it is: the engine has a shorter way for those that do nothing.
+        handlers = {method: place for method, place in _HANDLERS.items() if place == "process" or place in scene.plan}
+        stack.enter_context(scene.watching(task, handlers))
+        for name, target in self._watched.items():
+            stack.enter_context(scene.watching(target, {one: f"{name}.{one}" for one in methods_of(target)}))
+            if isinstance(target, ProviderBase | AsyncProviderBase) and vars(target).get("_books") is None:
+                # Those of the process know keys of other trials, whose transactions are called the same.
+                stack.enter_context(_replaced(target, "_books", self._books))
+        if isinstance(getattr(task, "services", None), Services):
+            services = {**task.services, **self._services, **self._functions()}
+            stack.enter_context(_replaced(task, "services", Services(services, owner=task.name)))
+
+    def _functions(self) -> dict[str, Any]:
+        """Services that are functions: they are replaced, because they have no methods to watch."""
+        return {
+            name: self._scene.watched(given, name) for name, given in self._services.items() if inspect.isroutine(given)
+        }
+
+    @contextmanager
+    def _opened_sync(self) -> Iterator[None]:
+        if not self._lifespan:
+            self._check_services()
+            yield
+            return
+        with self._task.opened(), self._given_last():
+            yield
+
+    def _opened_async(self) -> Any:
+        return _AsyncOpened(self._task, self._given_last, self._check_services, lifespan=self._lifespan)
+
+    def _check_services(self) -> None:
+        given = getattr(self._task, "_given", None)
+        if given is not None:
+            given(None)  # raises, and says what there is, if a service is missing
+
+    @contextmanager
+    def _given_last(self) -> Iterator[None]:
+        """Over what the lifespan yields, what the trial was given."""
+        task = self._task
+        services = {**task.services, **self._services, **self._functions()}
+        with _replaced(task, "services", Services(services, owner=task.name)):
+            yield
+
+
+def _check_taken(task: Any, services: Collection[str]) -> None:
+    """Refuse a service that reaches nobody: in its place the task would call its own, which is real."""
+    # Of a class nobody can say: it may look for any name in its services.
+    taken: Any = getattr(task, "taken", None)
+    for name in services if isinstance(taken, frozenset) else ():
+        if name not in taken and name not in task.services:
+            there = ", ".join(sorted(taken)) or "none"
+            raise ConfigurationError(f"{task.name} takes no service {name!r}; it takes: {there}")
+
+
+class _AsyncOpened:
+    """The lifespan of an async task, if it is wanted."""
+
+    def __init__(self, task: Any, given: Callable[[], Any], check: Callable[[], None], *, lifespan: bool) -> None:
+        self._task, self._given, self._check, self._lifespan = task, given, check, lifespan
+        self._stack = ExitStack()
+        self._opened: Any = None
+
+    async def __aenter__(self) -> None:
+        if self._lifespan:
+            self._opened = self._task.opened()
+            await self._opened.__aenter__()
+            self._stack.enter_context(self._given())
+        else:
+            self._check()
+
+    async def __aexit__(self, *how: object) -> None:
+        self._stack.close()
+        if self._opened is not None:
+            await self._opened.__aexit__(*how)
+
+
+class _Mortal(Simulation):
+    """A simulation that is over at once when its worker has died."""
+
+    def __init__(self, scene: Scene, seed: int, *, start: float) -> None:
+        super().__init__(seed, start=start)
+        self._scene = scene
+
+    def _step(self) -> bool:
+        if self._scene.dead:
+            raise Death
+        return super()._step()
+
+
+def _end_loop() -> None:
+    raise Death
+
+
+def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
+    """Have every coroutine leave; one that waits for what nobody will do is left, as a dead process would leave it."""
+    while tasks := asyncio.all_tasks(loop):
+        for task in tasks:
+            task.cancel()
+        try:
+            loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        except Death:
+            continue  # it was on its way when the loop had ended already
+        except Deadlock:
+            return
+
+
+def _refuse_another_loop() -> None:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    raise ConfigurationError("a trial runs in a loop of its own; call it from a plain function, not from a coroutine")
+
+
+def _nothing(*_: Any) -> None:
+    """Nobody has to be told."""
+
+
+def _refuse_to_block(seconds: float) -> None:
+    raise ConfigurationError(
+        f"a plain function of a coroutine's cannot take {seconds:g} s without holding the event loop; plan it for what "
+        "is awaited"
+    )
+
+
+@contextmanager
+def _replaced(target: Any, attribute: str, value: Any) -> Iterator[None]:
+    own = vars(target)
+    was_there, before = attribute in own, own.get(attribute)
+    own[attribute] = value
+    try:
+        yield
+    finally:
+        if was_there:
+            own[attribute] = before
+        else:
+            del own[attribute]
+
+
+@contextmanager
+def _stood_in_for(queue: Any, fake: FakeQueue) -> Iterator[None]:
+    """Whoever calls *queue* meanwhile reaches *fake*."""
+    if isinstance(queue, NamedQueue):
+        with _replaced(queue, "_found", fake):
+            yield
+        return
+    with ExitStack() as stack:
+        for method in _CONTRACT:
+            for name in (method, f"{method}_async"):
+                if hasattr(queue, name) and hasattr(fake, name):
+                    stack.enter_context(_replaced(queue, name, getattr(fake, name)))
+        yield

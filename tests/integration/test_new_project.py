@@ -1,0 +1,52 @@
+"""What ``ergon new`` writes, as it is: its own tests pass, and its task runs against the real broker."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import uuid
+
+import pytest
+
+from ergon_framework.cli.new_work import Broker, rendered, write
+from tests.integration.brokers import ADDRESSES, BROKERS
+from tests.integration.running import ERGON
+
+
+@pytest.fixture(params=BROKERS)
+def project(request, tmp_path):
+    """A project, and a function that runs a command in it, with the address of a real server."""
+    name = f"shop_{uuid.uuid4().hex[:8]}"
+    folder = tmp_path / name
+    write(folder, rendered(name, Broker(request.param)))
+    address = ADDRESSES[request.param](request)
+    # Nothing of the tests that run this may reach what runs there.
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("PYTEST", "COV_", "ERGON_"))}
+    env[f"ERGON_QUEUES__{name.upper()}_ORDERS__URL"] = address
+    if request.param == "postgres":
+        env["ERGON_POSTGRES__DSN"] = address
+
+    def run(*words):
+        done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    run.name = name
+    return run
+
+
+@pytest.mark.spec("RUN-01", "CNN-01")
+def test_a_new_project_tests_itself_and_runs_on_its_broker(project):
+    told = project(sys.executable, "-m", "pytest", "-p", "no:randomly", "-p", "no:cacheprovider")
+    assert re.search(r"\b6 passed\b", told), told
+    for number, cents in (("1", "2000"), ("2", "0")):
+        assert project(sys.executable, "-m", f"{project.name}.send", number, cents) == f"sent order-{number}\n"
+    task = f"{project.name}.tasks:charge"
+    report = json.loads(project(*ERGON, "run", task, "--policy", "policy.toml", "--once", "--json").splitlines()[-1])
+    assert (report["end"], report["counts"]["succeeded"], report["counts"]["failed"]) == ("empty", 1, 1)
+    assert [failure["code"] for failure in report["failures"]] == ["no_price"]
+    assert "no_price" in project(*ERGON, "dlq", "list", f"{project.name}_orders")
+    project(*ERGON, "policy", "explain", task, "--policy", "policy.toml")

@@ -1,0 +1,17 @@
+"""Places orders as a web application would: with a span of its own around each, and then it is gone."""
+
+import os
+
+from opentelemetry import trace
+
+from ergon_framework import Transaction
+from ergon_framework.connectors.rabbitmq import RabbitMQQueue
+from ergon_framework.runner.exporting import export
+
+export("web")
+orders = RabbitMQQueue(os.environ["QUEUE"])
+for number in range(2):
+    with trace.get_tracer("web").start_as_current_span("place order", attributes={"order": number}):
+        orders.dispatch([Transaction(f"order-{number}", {"number": number})])
+orders.close()
+trace.get_tracer_provider().shutdown()

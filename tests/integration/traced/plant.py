@@ -1,0 +1,62 @@
+"""The plant: a consumer, a provider that has the work done by a job, and the executor that states a fact about it."""
+
+import os
+import sys
+
+import zones
+
+from ergon_framework import ConsumerPolicy, consumer
+from ergon_framework.connectors.rabbitmq import RabbitMQQueue
+from ergon_framework.executor.jobs.client import JobClient
+from ergon_framework.executor.jobs.orchestrator import Executors, Orchestrator
+from ergon_framework.executor.pool import PoolPolicy
+from ergon_framework.executor.process import Command
+from ergon_framework.executor.registry import Registry
+from ergon_framework.facts.facts import Facts
+from ergon_framework.providers.base import ProviderBase
+
+RULES = ConsumerPolicy.load(
+    {"loop": {"streaming": True, "drain_timeout": 2.0, "empty_queue": {"backoff": 0.1, "cap": 0.1}}}
+)
+ERGON = (sys.executable, "-c", "from ergon_framework.cli.main import main; main()")
+#: An executor sees no variable but those that it is given.
+SEEN = ("PATH", "OTEL_", "ERGON_", "QUEUE", "PLANT", "HUB_DSN", "CERTIFICATES")
+
+registry = Registry()
+
+
+@registry.handler
+def press(number: int) -> None:
+    with zones.plant(zones.PLANT) as boundary:
+        Facts(boundary, zone=zones.PLANT).append(zones.HUB, subject=f"order:{number}", predicate="pressed")
+
+
+class Pressing(ProviderBase):
+    provider_name = "works"
+    capability = "pressing"
+
+    def _execute_impl(self, *, payload, **_):
+        with JobClient() as jobs:
+            return {"job": jobs.submit("press", payload["number"]).id}
+
+
+WORKS = Pressing()
+
+
+@consumer(RabbitMQQueue(os.environ["QUEUE"]), policy=RULES)
+def take(order: dict) -> None:
+    WORKS.call("press", {"number": order["number"]})
+
+
+orchestrator = Orchestrator(
+    {
+        "python": Executors(
+            command=Command(
+                words=(*ERGON, "executor", "run", "--handlers", "plant:registry"),
+                environment={name: value for name, value in os.environ.items() if name.startswith(SEEN)},
+            ),
+            pool=PoolPolicy(size=1, grace=2.0),
+        )
+    },
+    policy=RULES,
+)
