@@ -57,9 +57,10 @@ def plant(zones, kind):
     return zones.client(zones.plant_files, kind=kind)
 
 
-def restart(zones):
+def restart(zones, meanwhile=lambda: None):
     """Stop the service at once, whatever it is doing, and start it again where it was."""
     zones.host.ask("stop", zones.store, 0)
+    meanwhile()
     zones.serve(zones.store, listen=f"127.0.0.1:{zones.port}")
 
 
@@ -289,10 +290,10 @@ def test_an_upload_goes_on_after_a_break(zones, plant):
 
     def interrupt():
         patience = time.monotonic() + 20
-        while not received() and time.monotonic() < patience:
+        while not zones.host.ask("value", zones.store, "came") and time.monotonic() < patience:
             time.sleep(0.01)  # what was sent may not have come yet
-        restart(zones)
-        here.append(received())
+        # Asked while nobody can go on: a second attempt may be over before the first one's thread has come back.
+        restart(zones, lambda: here.append(received()))
 
     blob = Interrupted(sent, 24, interrupt)
     assert plant.put_object("b", "k", blob, expected=stored(sent)) == stored(sent)

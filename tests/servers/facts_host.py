@@ -85,6 +85,15 @@ class _Store(MemoryBoundary):
         super().__init__(**given)
         self.retired = []
         self.mood = None
+        self.came = 0
+
+    async def put_object_async(self, bucket, key, blob, **given):
+        return await super().put_object_async(bucket, key, self._counted(blob), **given)
+
+    async def _counted(self, blob):
+        async for piece in blob:
+            yield piece
+            self.came += len(piece)  # asked for the next one: this one is here
 
     def retire_reader(self, reader, pair, *, by=""):
         self.retired.append((reader, pair, by))

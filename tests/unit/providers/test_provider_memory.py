@@ -347,7 +347,13 @@ class CountingAsync(AsyncProviderBase):
         return self.act()
 
 
-@pytest.mark.parametrize("kind", [Counting, CountingAsync])
+class CountingBeforeItIsAwaited(CountingAsync):
+    def _execute_impl(self, **_):
+        self.act()
+        return asyncio.sleep(0, {})
+
+
+@pytest.mark.parametrize("kind", [Counting, CountingAsync, CountingBeforeItIsAwaited])
 @pytest.mark.parametrize("failures", [1, 3], ids=["retried", "given up"])
 def test_nothing_of_a_failed_attempt_waits_for_the_garbage_collector(kind, failures):
     """The exceptions of clients hold sockets."""

@@ -278,7 +278,10 @@ async def _body_async(call: Call) -> Answer:
     if call.scope is not None:
         scope.enter(call.scope)
     answer = _made(call)
-    return await _made_async(answer.value) if isinstance(answer, Ok) else answer
+    try:
+        return await _made_async(answer.value) if isinstance(answer, Ok) else answer
+    finally:
+        del answer  # since Python 3.12 the traceback in it holds this frame
 
 
 async def _told(over: asyncio.Future[Answer], call: Call) -> Answer:
@@ -288,8 +291,11 @@ async def _told(over: asyncio.Future[Answer], call: Call) -> Answer:
     except BaseException:
         over.cancel()  # somebody else has cancelled this task
         raise
-    _tell(over, answer)
-    return answer
+    try:
+        _tell(over, answer)
+        return answer
+    finally:
+        del over, answer  # both hold the exception, whose traceback holds this frame since Python 3.12
 
 
 def _unknown(effect: object) -> ConfigurationError:
