@@ -7,22 +7,22 @@ is down, loops look by themselves, as rarely as their policy says.
 from __future__ import annotations
 
 import random
+import select
+import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from heapq import heappop, heappush
 from typing import Final
 
 import psycopg
-from psycopg import Connection
-from psycopg.rows import TupleRow
 
 from ergon_framework.connectors.postgres.statements import CHANNEL, SLEEP
+from ergon_framework.schema.line import Line
 from ergon_framework.schema.lines import Lines
 
-#: How often it looks whether something is due or nobody wants to hear any more, and how long it waits before it
-#: connects again.
-_LOOK: Final = 0.2
+#: Seconds before it connects again: first, and longest; also the longest that it waits for anything.
 _FIRST, _LONGEST = 0.2, 5.0
 #: Seconds for which a new listener is known to sleep; whoever then finds nothing says so again.
 _ANNOUNCED: Final = 30.0
@@ -38,6 +38,8 @@ class Doorbell:
         self._lock = threading.Lock()
         self._ringers: dict[int, tuple[Callable[[], None], ...]] = {}
         self._thread: threading.Thread | None = None
+        #: Wakes that thread: it waits for a server, and must not look around meanwhile, or idling would cost something.
+        self._wake: socket.socket | None = None
         #: Queues of which nobody has been told yet that somebody sleeps there.
         self._new: set[int] = set()
         #: When something becomes due by itself, and in which queue.
@@ -53,6 +55,7 @@ class Doorbell:
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._listen, name="ergon-doorbell", daemon=True)
                 self._thread.start()
+            self._nudge()
 
         def unhang() -> None:
             with self._lock:
@@ -60,6 +63,8 @@ class Doorbell:
                 self._ringers[queue] = left
                 if not left:
                     del self._ringers[queue]
+                if not self._ringers:
+                    self._nudge()
 
         return unhang
 
@@ -67,7 +72,16 @@ class Doorbell:
         """Ring for *queue* in *seconds*: what was put off until then wakes nobody by itself."""
         with self._lock:
             if queue in self._ringers:
-                heappush(self._reminders, (time.monotonic() + seconds, queue))
+                reminder = time.monotonic() + seconds, queue
+                heappush(self._reminders, reminder)
+                if self._reminders[0] is reminder:
+                    self._nudge()
+
+    def _nudge(self) -> None:
+        """Have the thread look around; under the lock."""
+        if self._wake is not None:
+            with suppress(BlockingIOError):  # it has been told often enough
+                self._wake.send(b"!")
 
     def _wanted(self) -> bool:
         with self._lock:
@@ -76,39 +90,67 @@ class Doorbell:
             self._thread = None
             return False
 
+    # -- its thread -------------------------------------------------------------------------------------
+
     def _listen(self) -> None:
+        woken, wake = socket.socketpair()
+        with woken, wake:
+            woken.settimeout(0)
+            wake.settimeout(0)
+            with self._lock:
+                self._wake = wake
+            try:
+                self._keep_listening(woken)
+            finally:
+                with self._lock:
+                    if self._wake is wake:
+                        self._wake = None
+
+    def _keep_listening(self, woken: socket.socket) -> None:
         delay = _FIRST
         while self._wanted():
             try:
                 with self._lines.connect() as connection:
                     if not self._lines.direct:
-                        self._idle(_LONGEST)
+                        self._idle(woken, _LONGEST)
                         continue
                     connection.execute(f"listen {CHANNEL}")
                     self.hears, delay = True, _FIRST
                     with self._lock:
                         self._new = set(self._ringers)
-                    self._hear(connection)
+                    self._hear(connection, woken)
             except psycopg.Error:
-                self._idle(delay)
+                self._idle(woken, delay)
                 delay = min(delay * 2, _LONGEST)
             finally:
                 self.hears = False
 
-    def _hear(self, connection: Connection[TupleRow]) -> None:
+    def _hear(self, connection: Line, woken: socket.socket) -> None:
+        poll = select.poll()
+        poll.register(connection.pgconn.socket, select.POLLIN)
+        poll.register(woken, select.POLLIN)
         while self._wanted():
             self._announce(connection)
-            for notice in connection.notifies(timeout=_LOOK):
+            # Before it waits: what came beside an answer lies with the driver, where no poll sees it.
+            for notice in connection.notifies(timeout=0):
                 self._ring(notice.payload)
             self._ring_due()
+            poll.poll(1000 * self._until_due(_LONGEST))
+            _emptied(woken)
 
-    def _announce(self, connection: Connection[TupleRow]) -> None:
+    def _announce(self, connection: Line) -> None:
         with self._lock:
             new, self._new = self._new, set()
         for queue in new:
             connection.execute(SLEEP, {"queue": queue, "sleeper": self.sleeper, "seconds": _ANNOUNCED})
             # Whatever came before that rang for nobody.
             self._ring(str(queue))
+
+    def _until_due(self, longest: float) -> float:
+        """Seconds until the next reminder, if it is so soon."""
+        with self._lock:
+            due = self._reminders[0][0] - time.monotonic() if self._reminders else longest
+        return min(longest, max(0.0, due))
 
     def _ring_due(self) -> None:
         now, due = time.monotonic(), set()
@@ -118,10 +160,11 @@ class Doorbell:
         for queue in due:
             self._ring(str(queue))
 
-    def _idle(self, seconds: float) -> None:
+    def _idle(self, woken: socket.socket, seconds: float) -> None:
         until = time.monotonic() + seconds
-        while time.monotonic() < until and self._wanted():
-            time.sleep(_LOOK)
+        while (left := until - time.monotonic()) > 0 and self._wanted():
+            select.select([woken], [], [], self._until_due(left))
+            _emptied(woken)
             self._ring_due()
 
     def _ring(self, payload: str) -> None:
@@ -129,3 +172,8 @@ class Doorbell:
             rung = self._ringers.get(int(payload), ()) if payload.isdigit() else ()
         for ring in rung:
             ring()
+
+
+def _emptied(woken: socket.socket) -> None:
+    with suppress(BlockingIOError):
+        woken.recv(4096)
