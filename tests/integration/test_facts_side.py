@@ -16,7 +16,7 @@ from ergon_framework.connectors.base import Ack, DeadLetter, Later, Release, Set
 from ergon_framework.connectors.deadletters import Became, DeadLetterQuery
 from ergon_framework.errors import ConfigurationError, ConnectionLost
 from ergon_framework.facts.connector import AsyncFactConnector, FactConnector
-from ergon_framework.facts.errors import EpochChanged
+from ergon_framework.facts.errors import EpochChanged, InvalidFactError
 from ergon_framework.facts.facts import Facts
 from ergon_framework.facts.model import Pair
 from ergon_framework.facts.stores.memory import MemoryBoundary
@@ -371,6 +371,18 @@ def test_a_process_that_was_not_there_notices_that_the_store_was_put_back(proces
     assert (record.id, record.reason) == ("t-2", "epoch_changed")
     assert heir.replay_dead([record.place])[0].became is Became.REPLAYED
     assert ids(heir.fetch_transactions(5)) == ["t-2"]
+
+
+def test_an_epoch_of_a_reader_that_nobody_knows_is_not_forgotten(database):
+    with PostgresFactSide(database, accept_loss=True) as side:
+        with pytest.raises(InvalidFactError, match=r"no reader 'ledger' .* known are: none"):
+            side.forget_epoch(PAIR, "ledger")
+        client = FactConnector(MemoryBoundary(), **PAIR._asdict(), reader="ledger", side=side)
+        client.dispatch(sent(1))
+        assert ids(client.fetch_transactions(1)) == ["t-1"]
+        with pytest.raises(InvalidFactError, match=r"no reader 'leger' .* known are: ledger"):
+            side.forget_epoch(PAIR, "leger")
+        assert side.forget_epoch(PAIR, "ledger") == 0
 
 
 def test_a_side_can_be_in_another_database_than_the_facts(database):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -11,19 +10,15 @@ from functools import partial
 from typing import Any, Final, Self
 
 from ergon_framework.connectors.codec import JsonCodec
-from ergon_framework.connectors.postgres.durability import judged
 from ergon_framework.connectors.postgres.queue import VARIABLE
-from ergon_framework.connectors.postgres.statements import REVISION, SETTINGS
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.facts.errors import FactError
 from ergon_framework.facts.model import Pair
 from ergon_framework.facts.side import Reading, SideCalls
+from ergon_framework.facts.stores.postgres_fitness import examined
 from ergon_framework.facts.stores.postgres_side_keeping import Keeping
 from ergon_framework.schema.lines import Lines
-from ergon_framework.schema.operation import Operation, Query
-from ergon_framework.schema.revisions import suffices
-
-_log = logging.getLogger(__name__)
+from ergon_framework.schema.operation import Operation
 
 #: The revision that brought its tables.
 _NEEDED: Final = "0008"
@@ -108,25 +103,9 @@ class PostgresFactSide:
 
     def _worked(self, work: Callable[..., Operation[Any]], *args: Any) -> Operation[Any]:
         if not self._checked:
-            yield from self._examined()
+            yield from examined("dead letters", needed=_NEEDED, accept_loss=self._accept_loss)
+            self._checked = True
         return (yield from work(*args))
-
-    def _examined(self) -> Operation[None]:
-        found = yield Query(REVISION)
-        revision = found[0][0] if found else None
-        if not suffices(revision, _NEEDED):
-            raise ConfigurationError(
-                f"the database is at revision {revision or 'none'}, a side needs {_NEEDED}; run: ergon db upgrade"
-            )
-        durability = judged(dict((yield Query(SETTINGS))))
-        level = logging.INFO if durability.durable else logging.WARNING
-        _log.log(level, "postgres durability", extra={"durable": durability.durable, "words": durability.words})
-        if not durability.durable and not self._accept_loss:
-            raise ConfigurationError(
-                f"this database is no place for dead letters: {durability.words}; set it on, or say accept_loss=True "
-                "if they may be lost"
-            )
-        self._checked = True
 
     # -- what is asked --------------------------------------------------------------------------------
 

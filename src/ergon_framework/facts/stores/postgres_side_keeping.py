@@ -9,6 +9,7 @@ from ergon_framework.connectors.base import ConnectorError, DeadLetter, Delivery
 from ergon_framework.connectors.deadletters import Became, DeadLetterQuery, DeadLetterRecord, number
 from ergon_framework.connectors.postgres import burials
 from ergon_framework.connectors.side_store import Kept, Place
+from ergon_framework.facts.errors import InvalidFactError
 from ergon_framework.facts.model import Cursor
 from ergon_framework.facts.side import (
     ONLY,
@@ -217,7 +218,14 @@ class Keeping:
 
     def forget_epoch(self, at: float) -> Operation[int]:
         """Be ready for another epoch; how many facts were due later, and are dead letters now."""
-        known = yield from self._made()
+        known = yield from self._found()
+        if known is None:
+            # Not made: whoever misspells a name would be told that all is well, while his consumer stands still.
+            readers = yield Query(statements.READERS, self._named)
+            raise InvalidFactError(
+                f"no reader {self._named['reader']!r} of facts from {self._named['from']!r} to {self._named['to']!r} "
+                f"is known; known are: {', '.join(sorted(name for (name,) in readers)) or 'none'}"
+            )
         yield BEGIN
         yield Query(statements.LOCK, {"side": known.side})
         rows = yield Query(statements.ASIDE, {"side": known.side})

@@ -13,6 +13,10 @@ select s.id, s.queue from ergon.fact_side s
 where s.from_zone = %(from)s and s.to_zone = %(to)s and s.reader = %(reader)s
 """
 
+READERS: Final = """
+select s.reader from ergon.fact_side s where s.from_zone = %(from)s and s.to_zone = %(to)s order by s.reader limit 20
+"""
+
 MAKE: Final = """
 insert into ergon.fact_side (from_zone, to_zone, reader, queue)
 select %(from)s, %(to)s, %(reader)s,

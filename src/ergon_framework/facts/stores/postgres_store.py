@@ -11,16 +11,15 @@ import logging
 import os
 from typing import Final, NamedTuple
 
-from ergon_framework.connectors.postgres.durability import Durability, judged
-from ergon_framework.connectors.postgres.statements import REVISION, SETTINGS
+from ergon_framework.connectors.postgres.durability import Durability
 from ergon_framework.errors import ConfigurationError, ConnectionLost
 from ergon_framework.facts import observe
 from ergon_framework.facts.errors import FactError
 from ergon_framework.facts.model import Pair, Side
 from ergon_framework.facts.stores import postgres_statements as statements
+from ergon_framework.facts.stores.postgres_fitness import examined
 from ergon_framework.schema.lines import Lines
 from ergon_framework.schema.operation import Operation, Query
-from ergon_framework.schema.revisions import suffices
 
 _log = logging.getLogger(__name__)
 
@@ -57,27 +56,11 @@ class Store:
         """The store as it is known."""
         return self.known or (yield from self.recognised())
 
-    def _checked(self) -> Operation[None]:
-        found = yield Query(REVISION)
-        revision = found[0][0] if found else None
-        if not suffices(revision, _NEEDED):
-            raise ConfigurationError(
-                f"the database is at revision {revision or 'none'}, facts need {_NEEDED}; run: ergon db upgrade"
-            )
-        durability = judged(dict((yield Query(SETTINGS))))
-        if durability != self.durability:
-            level = logging.INFO if durability.durable else logging.WARNING
-            _log.log(level, "postgres durability", extra={"durable": durability.durable, "words": durability.words})
-        if not durability.durable and not self.accept_loss:
-            raise ConfigurationError(
-                f"this database is no place for facts: {durability.words}; set it on, or say accept_loss=True if "
-                "confirmed facts may be lost"
-            )
-        self.durability = durability
-
     def recognised(self) -> Operation[Known]:
         """Look at its tables and settings, and which store it is: another than its row says begins a new epoch."""
-        yield from self._checked()
+        self.durability = yield from examined(
+            "facts", needed=_NEEDED, accept_loss=self.accept_loss, known=self.durability
+        )
         if (yield Query(statements.IN_RECOVERY)) == [(True,)]:
             raise ConnectionLost("the database is a standby, which takes no facts; name the primary")
         for _ in range(TRIES):
