@@ -83,7 +83,7 @@ def test_it_ends_when_nobody_wants_to_hear_it_and_begins_again(lines):
     unhang()
     thread.join(20)
     assert time.monotonic() - began < SOON
-    assert doorbell._wake is None
+    assert doorbell._hearing is None
     rung, unhang = asleep(doorbell)
     doorbell.remind(1, 0.0)
     assert rung.wait(20)

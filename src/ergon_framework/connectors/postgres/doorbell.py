@@ -7,18 +7,16 @@ is down, loops look by themselves, as rarely as their policy says.
 from __future__ import annotations
 
 import random
-import select
-import socket
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from heapq import heappop, heappush
 from typing import Final
 
 import psycopg
 
 from ergon_framework.connectors.postgres.statements import CHANNEL, SLEEP
+from ergon_framework.schema.hearing import Hearing
 from ergon_framework.schema.line import Line
 from ergon_framework.schema.lines import Lines
 
@@ -38,8 +36,7 @@ class Doorbell:
         self._lock = threading.Lock()
         self._ringers: dict[int, tuple[Callable[[], None], ...]] = {}
         self._thread: threading.Thread | None = None
-        #: Wakes that thread: it waits for a server, and must not look around meanwhile, or idling would cost something.
-        self._wake: socket.socket | None = None
+        self._hearing: Hearing | None = None
         #: Queues of which nobody has been told yet that somebody sleeps there.
         self._new: set[int] = set()
         #: When something becomes due by itself, and in which queue.
@@ -79,9 +76,8 @@ class Doorbell:
 
     def _nudge(self) -> None:
         """Have the thread look around; under the lock."""
-        if self._wake is not None:
-            with suppress(BlockingIOError):  # it has been told often enough
-                self._wake.send(b"!")
+        if self._hearing is not None:
+            self._hearing.wake()
 
     def _wanted(self) -> bool:
         with self._lock:
@@ -93,50 +89,41 @@ class Doorbell:
     # -- its thread -------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
-        woken, wake = socket.socketpair()
-        with woken, wake:
-            woken.settimeout(0)
-            wake.settimeout(0)
+        with Hearing() as hearing:
             with self._lock:
-                self._wake = wake
+                self._hearing = hearing
             try:
-                self._keep_listening(woken)
+                self._keep_listening(hearing)
             finally:
                 with self._lock:
-                    if self._wake is wake:
-                        self._wake = None
+                    if self._hearing is hearing:
+                        self._hearing = None
 
-    def _keep_listening(self, woken: socket.socket) -> None:
+    def _keep_listening(self, hearing: Hearing) -> None:
         delay = _FIRST
         while self._wanted():
             try:
                 with self._lines.connect() as connection:
                     if not self._lines.direct:
-                        self._idle(woken, _LONGEST)
+                        self._idle(hearing, _LONGEST)
                         continue
                     connection.execute(f"listen {CHANNEL}")
                     self.hears, delay = True, _FIRST
                     with self._lock:
                         self._new = set(self._ringers)
-                    self._hear(connection, woken)
+                    self._hear(connection, hearing)
             except psycopg.Error:
-                self._idle(woken, delay)
+                self._idle(hearing, delay)
                 delay = min(delay * 2, _LONGEST)
             finally:
                 self.hears = False
 
-    def _hear(self, connection: Line, woken: socket.socket) -> None:
-        poll = select.poll()
-        poll.register(connection.pgconn.socket, select.POLLIN)
-        poll.register(woken, select.POLLIN)
+    def _hear(self, connection: Line, hearing: Hearing) -> None:
         while self._wanted():
             self._announce(connection)
-            # Before it waits: what came beside an answer lies with the driver, where no poll sees it.
-            for notice in connection.notifies(timeout=0):
-                self._ring(notice.payload)
+            for payload in hearing.notices(connection, self._until_due(_LONGEST)):
+                self._ring(payload)
             self._ring_due()
-            poll.poll(1000 * self._until_due(_LONGEST))
-            _emptied(woken)
 
     def _announce(self, connection: Line) -> None:
         with self._lock:
@@ -160,11 +147,10 @@ class Doorbell:
         for queue in due:
             self._ring(str(queue))
 
-    def _idle(self, woken: socket.socket, seconds: float) -> None:
+    def _idle(self, hearing: Hearing, seconds: float) -> None:
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0 and self._wanted():
-            select.select([woken], [], [], self._until_due(left))
-            _emptied(woken)
+            hearing.wait(self._until_due(left))
             self._ring_due()
 
     def _ring(self, payload: str) -> None:
@@ -172,8 +158,3 @@ class Doorbell:
             rung = self._ringers.get(int(payload), ()) if payload.isdigit() else ()
         for ring in rung:
             ring()
-
-
-def _emptied(woken: socket.socket) -> None:
-    with suppress(BlockingIOError):
-        woken.recv(4096)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import select
 import socket
 import threading
 import time
@@ -16,6 +15,7 @@ from typing import Any, Final
 from psycopg import errors
 
 from ergon_framework.connectors.base import ConnectorError
+from ergon_framework.schema.hearing import Hearing
 from ergon_framework.schema.line import Line
 from ergon_framework.schema.lines import Lines
 from ergon_framework.schema.operation import Operation, Query
@@ -130,8 +130,7 @@ class PauseWatch:
         self._in_hand = in_hand
         self._changed = changed
         self._over = threading.Event()
-        # A thread that waits for the server is woken through these; the driver would look around ten times a second.
-        self._woken, self._wake = socket.socketpair()
+        self._hearing = Hearing()
         #: Set once it is known whether there is a pause, or that it cannot be known for now.
         self._known = threading.Event()
         self._found: tuple[str, str, str] | None = None
@@ -149,7 +148,7 @@ class PauseWatch:
     def stop(self, timeout: float = 1.0) -> None:
         """End it; a thread that is stuck in a connection is left behind."""
         self._over.set()
-        self._wake.close()
+        self._hearing.wake()
         self._thread.join(timeout)
 
     def wait(self, timeout: float) -> bool:
@@ -174,7 +173,7 @@ class PauseWatch:
     # -- its thread -------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        with self._woken:
+        with self._hearing:
             self._keep_watching()
 
     def _keep_watching(self) -> None:
@@ -228,17 +227,10 @@ class PauseWatch:
 
     def _wait(self, connection: Line) -> None:
         """Until somebody pauses or resumes anything, it is time to look, or this is to end."""
-        if not self._lines.direct:
-            self._over.wait(LOOK)
-            return
-        # What came beside the answers to a look lies with the driver, where no poll sees it.
-        if _drained(connection):
-            return
-        poll = select.poll()
-        poll.register(connection.pgconn.socket, select.POLLIN)
-        poll.register(self._woken, select.POLLIN)
-        poll.poll(1000 * LOOK)
-        _drained(connection)
+        if self._lines.direct:
+            self._hearing.notices(connection, LOOK)
+        else:
+            self._hearing.wait(LOOK)
 
     def _missed(self, error: Exception) -> None:
         self._known.set()
@@ -248,8 +240,3 @@ class PauseWatch:
             _log.warning(
                 "pause watch lost", extra={"task": self._who["task"], "state": held, "error": type(error).__name__}
             )
-
-
-def _drained(connection: Line) -> bool:
-    """Whether there was any word on the channel; it is taken off, and a connection that was lost says so."""
-    return bool(list(connection.notifies(timeout=0)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -42,14 +42,19 @@ class View:
         self._seen: OrderedDict[Account, Snapshot] = OrderedDict()
         #: Accounts that somebody has asked for and nobody has read yet.
         self._unread: set[Account] = set()
+        #: Called when there is one more of these.
+        self.wanting: Callable[[], None] = lambda: None
 
     def of(self, account: Account) -> Snapshot | None:
         """The breaker of *account*; None where it was never read, which is then due."""
         found = self._seen.get(account)
         if found is None:
             with self._lock:
-                if len(self._unread) < _MOST:
+                new = len(self._unread) < _MOST and account not in self._unread
+                if new:
                     self._unread.add(account)
+            if new:
+                self.wanting()
         return found
 
     def failures(self, account: Account) -> int:

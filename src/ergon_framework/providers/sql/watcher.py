@@ -15,14 +15,13 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, Final
 
-from psycopg import Connection
-from psycopg.rows import TupleRow
-
 from ergon_framework.providers.books import Account
 from ergon_framework.providers.sql import statements
 from ergon_framework.providers.sql.names import ALL, account_of
 from ergon_framework.providers.sql.sweeping import Sweeper
 from ergon_framework.providers.sql.view import View, moved, snapshot
+from ergon_framework.schema.hearing import Hearing
+from ergon_framework.schema.line import Line
 from ergon_framework.schema.lines import Lines
 from ergon_framework.schema.operation import Operation, perform
 
@@ -31,8 +30,6 @@ _log = logging.getLogger(__name__)
 #: Seconds between two looks; and after which what was seen is too old to go by.
 LOOK: Final = 0.9
 FRESH: Final = 2.5
-#: Seconds in which it notices its end.
-_NOTICE: Final = 0.1
 #: Seconds between two sweeps, on average, and before it connects again.
 _SWEEP: Final = 20.0
 _FIRST, _LONGEST = 0.1, 2.0
@@ -46,6 +43,9 @@ class Watcher:
         self._view = view
         self._tidy = tidy
         self._over = threading.Event()
+        self._hearing = Hearing()
+        # Somebody asks for an account that nobody has read.
+        view.wanting = self._hearing.wake
         self._looked = float("-inf")
         self._sweeper = Sweeper()
         # Of its own, so that processes take turns: forked children have the common ones in common.
@@ -61,11 +61,16 @@ class Watcher:
     def stop(self, timeout: float = 1.0) -> None:
         """End it; a thread that is stuck in a connection is left behind."""
         self._over.set()
+        self._hearing.wake()
         self._thread.join(timeout)
 
     # -- its thread -----------------------------------------------------------------------------------
 
     def _watch(self) -> None:
+        with self._hearing:
+            self._keep_watching()
+
+    def _keep_watching(self) -> None:
         delay, lost = _FIRST, False
         while not self._over.is_set():
             try:
@@ -86,7 +91,7 @@ class Watcher:
                 self._over.wait(delay)
                 delay = min(2 * delay, _LONGEST)
 
-    def _look(self, connection: Connection[TupleRow]) -> None:
+    def _look(self, connection: Line) -> None:
         """One look, and then to wait for the next one or for news."""
         began = time.monotonic()
         self._saw(connection.execute(statements.CHANGED, binary=True).fetchall())
@@ -97,18 +102,18 @@ class Watcher:
             self._sweep = began + _SWEEP * self._dice.uniform(0.5, 1.5)
             perform(connection, self._sweeper.swept())
         while (left := began + LOOK - time.monotonic()) > 0 and not self._over.is_set():
-            self._listen(connection, min(left, _NOTICE))
+            self._listen(connection, left)
             if self._view.unread():
                 return
 
-    def _listen(self, connection: Connection[TupleRow], seconds: float) -> None:
+    def _listen(self, connection: Line, seconds: float) -> None:
         if not self._lines.direct:
-            self._over.wait(seconds)
+            self._hearing.wait(seconds)
             return
-        told = {_account(notice.payload) for notice in connection.notifies(timeout=seconds, stop_after=1)}
+        told = {_account(payload) for payload in self._hearing.notices(connection, seconds)}
         self._read(connection, [account for account in told if account is not None and self._view.known(account)])
 
-    def _read(self, connection: Connection[TupleRow], accounts: Iterable[Account]) -> None:
+    def _read(self, connection: Line, accounts: Iterable[Account]) -> None:
         wanted = list(accounts)
         if not wanted:
             return
