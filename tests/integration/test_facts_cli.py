@@ -364,13 +364,15 @@ def test_sigterm_lets_an_upload_finish(tmp_path):
     threading.Thread(target=lambda: (served.process.stderr.readline(), said.set()), daemon=True).start()
 
     def blob():
-        yield b"first"
+        # More than may be under way unread: when the last of it is asked for, the service has begun to take it.
+        for _ in range(16):
+            yield bytes(256 * 1024)
         served.process.send_signal(signal.SIGTERM)
         assert said.wait(30)
         yield b"second"
 
     try:
         with BoundaryClient(Address(host=served.where, files=files)) as client:
-            assert client.put_object("b", "k", blob()).size == 11
+            assert client.put_object("b", "k", blob()).size == 16 * 256 * 1024 + 6
     finally:
         assert served.end() == ServeExit.OK

@@ -446,7 +446,7 @@ def test_an_orchestrator_that_lost_its_claim_between_start_and_finish_changes_no
     counted = _stale()
 
     async def test(client, made):
-        got = await client.submit("sleep", 1.0)
+        got = await client.submit("sleep", 3.0)  # longer than a theft takes on a busy machine
         await until(_is_running, client, got.id)
         other = Store(dsn, lease=29.0)
         try:
