@@ -58,9 +58,9 @@ select count(*) from gone
 _THERE: Final = "select to_regclass('ergon.journal') is not null"
 #: Distinct: a group whose confirmation was lost is written again.
 _READ: Final = """
-select distinct extract(epoch from j.at)::float8, j.queue, j.task, j.correlation, j.tenant, j.outcome, j.category,
-    j.code, j.reason, j.error, j.attempts, j.seconds, j.tries, j.worker
-from ergon.journal j where j.transaction_id = %(id)s order by 1 desc limit %(most)s
+select distinct j.queue, j.task, j.worker, extract(epoch from j.at)::float8, j.transaction_id, j.correlation, j.tenant,
+    j.outcome, j.category, j.code, j.reason, j.error, j.attempts, j.seconds, j.tries
+from ergon.journal j where j.transaction_id = %(id)s order by 4 desc limit %(most)s
 """
 
 
@@ -232,28 +232,17 @@ def trace(transaction_id: str) -> Operation[list[History]]:
         return []
     rows = yield Query(_READ, {"id": transaction_id, "most": MOST})
     by_queue: dict[str, list[_Row]] = {}
-    for row in reversed(rows):
-        by_queue.setdefault(str(row[1]), []).append(_Row(*row))
+    for queue, task, worker, *entry in reversed(rows):
+        by_queue.setdefault(str(queue), []).append(_Row(str(task), str(worker), Entry(*entry)))
     return [_history(transaction_id, queue, found) for queue, found in by_queue.items()]
 
 
 class _Row(NamedTuple):
-    """A row of ``_READ``."""
+    """An entry, with who wrote it."""
 
-    at: float
-    queue: str
     task: str
-    correlation: str | None
-    tenant: str | None
-    outcome: str
-    category: str | None
-    code: str | None
-    reason: str | None
-    error: str | None
-    attempts: int
-    seconds: float
-    tries: list[dict[str, Any]] | None
     worker: str
+    entry: Entry
 
 
 #: What it was when it was last seen; of one that went back only its queue can say more.
@@ -261,10 +250,10 @@ _STATES: Final = {"succeeded": State.SUCCEEDED, "failed": State.FAILED, "handler
 
 
 def _history(transaction_id: str, queue: str, rows: Sequence[_Row]) -> History:
-    last = rows[-1]
+    task, worker, last = rows[-1]
     whose = {"correlation": last.correlation, "tenant": last.tenant}
     about: dict[str, Value] = {name: value for name, value in whose.items() if value is not None}
-    about |= {"task": last.task, "attempts": last.attempts}
+    about |= {"task": task, "attempts": last.attempts}
     state = _STATES.get(last.outcome, State.QUEUED)
     return History(
         kind=Kind.TRANSACTION,
@@ -272,11 +261,12 @@ def _history(transaction_id: str, queue: str, rows: Sequence[_Row]) -> History:
         where=queue,
         about=about,
         events=tuple(event for row in rows for event in _events(row)),
-        place=Place(state=state, since=last.at, words=f"as {last.worker} has written"),
+        place=Place(state=state, since=last.at, words=f"as {worker} has written"),
     )
 
 
 def _events(row: _Row) -> list[Event]:
+    entry = row.entry
     tries = [
         Event(
             at=past.get("at"),
@@ -285,14 +275,14 @@ def _events(row: _Row) -> list[Event]:
             words=": ".join(str(past[name]) for name in ("code", "error") if past.get(name)),
             values={} if past.get("delay") is None else {"delay": float(past["delay"])},
         )
-        for past in row.tries or ()
+        for past in entry.tries or ()
     ]
-    said = ": ".join(word for word in (row.code, row.error or row.reason) if word)
+    said = ": ".join(word for word in (entry.code, entry.error or entry.reason) if word)
     ended = Event(
-        at=row.at,
-        what=row.outcome.replace("_", " "),
-        verdict=row.category or "",
+        at=entry.at,
+        what=entry.outcome.replace("_", " "),
+        verdict=entry.category or "",
         words=f"{said} by {row.worker}" if said else f"by {row.worker}",
-        values={"seconds": round(row.seconds, 6)},
+        values={"seconds": round(entry.seconds, 6)},
     )
     return [*tries, ended]
