@@ -1,6 +1,6 @@
 """A consumer whose handler appends a fact is killed at random points and run again, and the verdict is said as JSON.
 
-consumer_killing.py DSN FOLDER KILLS SEED FLAVOUR
+python -m tests.integration.consumer_killing DSN FOLDER KILLS SEED FLAVOUR
 
 A script of its own with one thread: each run is a fork of it, so that a hundred cost seconds and not minutes. A run
 says ``+ ID`` when a handler begins and ``= ID OFFSET DUPLICATE`` when its fact is confirmed, so that it is known what
@@ -10,14 +10,12 @@ each kill has hit.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import random
-import select
-import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import psycopg
@@ -30,6 +28,7 @@ from ergon_framework.facts.model import Pair
 from ergon_framework.facts.publish import Upload
 from ergon_framework.facts.stores.files import FileContents
 from ergon_framework.facts.stores.postgres import PostgresBoundary
+from tests.integration.forked import Forked
 
 PAIR = Pair("Plant A", "HQ")
 QUEUE = "orders"
@@ -111,42 +110,6 @@ def consume(dsn, folder, flavour, pipe):
         asyncio.run(AsyncConsumer(work).consume_transactions(policy))
 
 
-class Run:
-    """One run of the consumer, as a fork of this process."""
-
-    def __init__(self, dsn, folder, flavour):
-        self._reading, writing = os.pipe()
-        self._child = os.fork()
-        if self._child == 0:
-            os.close(self._reading)
-            with contextlib.suppress(BaseException):
-                consume(dsn, folder, flavour, writing)
-            os._exit(1)
-        os.close(writing)
-        self._said = b""
-
-    def listen(self, seconds):
-        """Whether it has said something."""
-        if not select.select([self._reading], [], [], seconds)[0]:
-            return False
-        self._said += os.read(self._reading, 65536)
-        return True
-
-    def await_lines(self, count):
-        """Until it has said so many lines, or nothing for longer than a lease."""
-        while self._said.count(b"\n") < count and self.listen(5 * LEASE):
-            pass
-
-    def kill(self):
-        """End it here and now; all that it has said."""
-        os.kill(self._child, signal.SIGKILL)
-        os.waitpid(self._child, 0)
-        while piece := os.read(self._reading, 65536):
-            self._said += piece
-        os.close(self._reading)
-        return [line.split() for line in self._said.decode().split("\n")[:-1]]
-
-
 class Verdict:
     """What all runs have said, and what each kill has hit."""
 
@@ -183,13 +146,13 @@ def main():
     dsn, folder, kills, seed, flavour = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
     dice, verdict = random.Random(seed), Verdict()
     for _ in range(kills):
-        run = Run(dsn, folder, flavour)
+        run = Forked(partial(consume, dsn, folder, flavour))
         # How far it has come is counted in what it says, on a slow machine as on a fast one; 0 while it still opens.
-        run.await_lines(dice.choice((0, 1, 2, 4, 8, 16, 32, 48)))
+        run.await_lines(dice.choice((0, 1, 2, 4, 8, 16, 32, 48)), patience=5 * LEASE)
         time.sleep(dice.uniform(0.0, 0.01))
         verdict.take(run.kill(), killed=True)
     left = waiting(dsn)
-    run, until = Run(dsn, folder, flavour), time.monotonic() + PATIENCE
+    run, until = Forked(partial(consume, dsn, folder, flavour)), time.monotonic() + PATIENCE
     while waiting(dsn) and time.monotonic() < until:
         run.listen(0.2)
     verdict.take(run.kill(), killed=False)

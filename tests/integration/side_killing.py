@@ -1,6 +1,6 @@
 """A consumer of facts is killed at random points and run again, and the verdict is said as JSON.
 
-side_killing.py DSN KILLS SEED FLAVOUR
+python -m tests.integration.side_killing DSN KILLS SEED FLAVOUR
 
 Each run is a fork of this script. It says ``+ ID`` when a handler begins and ``= ID`` when its effect is made, so that
 it is known what each kill has hit. Some facts are bad and become dead letters, some are put off once, some are so bad
@@ -10,15 +10,14 @@ that their handler takes the process with it.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import random
-import select
 import signal
 import sys
 import time
 from collections import Counter
+from functools import partial
 
 import psycopg
 
@@ -26,6 +25,7 @@ from ergon_framework import AsyncConsumerMixin, AsyncTask, BusinessError, Consum
 from ergon_framework.facts.connector import AsyncFactConnector, FactConnector
 from ergon_framework.facts.model import Pair
 from ergon_framework.facts.stores.postgres import PostgresBoundary
+from tests.integration.forked import Forked
 
 PAIR = Pair("Plant A", "HQ")
 READER = "ledger"
@@ -33,6 +33,8 @@ READER = "ledger"
 BAD_EACH, LATER_EACH = 7, 5
 #: Seconds that all of what is left may take in the end.
 PATIENCE = 60.0
+#: Deliveries that are allowed where being killed is not the fact's fault.
+MANY = 1000
 
 
 def policy(deliveries):
@@ -93,49 +95,12 @@ class AsyncConsumer(AsyncConsumerMixin, AsyncTask):
         self._work.handle(transaction)
 
 
-def consume(dsn, flavour, pipe, deliveries):
+def consume(dsn, flavour, deliveries, pipe):
     work = Work(dsn, pipe)
     if flavour == "threads":
         Consumer(work).consume_transactions(policy(deliveries))
     else:
         asyncio.run(AsyncConsumer(work).consume_transactions(policy(deliveries)))
-
-
-class Run:
-    """One run of the consumer, as a fork of this process."""
-
-    def __init__(self, dsn, flavour, deliveries=1000):
-        self._reading, writing = os.pipe()
-        self._child = os.fork()
-        if self._child == 0:
-            os.close(self._reading)
-            with contextlib.suppress(BaseException):
-                consume(dsn, flavour, writing, deliveries)
-            os._exit(1)
-        os.close(writing)
-        self._said = b""
-
-    def listen(self, seconds):
-        """Whether it has said something; None when it is dead."""
-        if not select.select([self._reading], [], [], seconds)[0]:
-            return False
-        piece = os.read(self._reading, 65536)
-        self._said += piece
-        return True if piece else None
-
-    def await_lines(self, count):
-        """Until it has said so many lines, or nothing for long."""
-        while self._said.count(b"\n") < count and self.listen(3.0):
-            pass
-
-    def kill(self):
-        """End it here and now; all that it has said."""
-        os.kill(self._child, signal.SIGKILL)
-        os.waitpid(self._child, 0)
-        while piece := os.read(self._reading, 65536):
-            self._said += piece
-        os.close(self._reading)
-        return [line.split() for line in self._said.decode().split("\n")[:-1]]
 
 
 def left(dsn):
@@ -165,15 +130,15 @@ def hit(lines):
 def killed_at_random(dsn, kills, seed, flavour):
     dice, effects, hits = random.Random(seed), Counter(), Counter()
     for _ in range(kills):
-        run = Run(dsn, flavour)
+        run = Forked(partial(consume, dsn, flavour, MANY))
         # How far it has come is counted in what it says, on a slow machine as on a fast one; 0 while it still opens.
-        run.await_lines(dice.choice((0, 1, 2, 4, 8, 16, 24)))
+        run.await_lines(dice.choice((0, 1, 2, 4, 8, 16, 24)), patience=3.0)
         time.sleep(dice.uniform(0.0, 0.01))
         lines = run.kill()
         hits[hit(lines)] += 1
         effects.update(name for what, name in lines if what == "=")
     told = {"left after the kills": left(dsn)}
-    run, until = Run(dsn, flavour), time.monotonic() + PATIENCE
+    run, until = Forked(partial(consume, dsn, flavour, MANY)), time.monotonic() + PATIENCE
     while left(dsn) and time.monotonic() < until:
         run.listen(0.2)
     effects.update(name for what, name in run.kill() if what == "=")
@@ -183,7 +148,7 @@ def killed_at_random(dsn, kills, seed, flavour):
 def killed_by_a_fact(dsn, flavour, deliveries):
     effects, deaths, until = Counter(), 0, time.monotonic() + PATIENCE
     while left(dsn) and time.monotonic() < until:
-        run, alive = Run(dsn, flavour, deliveries), True
+        run, alive = Forked(partial(consume, dsn, flavour, deliveries)), True
         while alive is not None and left(dsn) and time.monotonic() < until:
             alive = run.listen(0.1)
         deaths += alive is None

@@ -15,6 +15,7 @@ from tests.integration.consumer_killing import PAPER_EACH, QUEUE
 
 pytestmark = pytest.mark.spec("FAC-02", "FAC-03")
 
+ROOT = Path(__file__).parents[2]
 KILLS = 100
 ORDERS = 2_000
 
@@ -24,9 +25,9 @@ def test_one_fact_for_each_transaction_however_often_its_handler_was_killed(data
     queue = PostgresQueue(QUEUE, dsn=database)
     queue.dispatch([Transaction(f"order-{number}", {"number": number}) for number in range(ORDERS)])
     queue.close()
-    script = Path(__file__).with_name("consumer_killing.py")
-    words = [sys.executable, str(script), database, str(tmp_path / "papers"), str(KILLS), "7", flavour]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=400, check=False)
+    words = [sys.executable, "-m", "tests.integration.consumer_killing", database, str(tmp_path / "papers")]
+    words += [str(KILLS), "7", flavour]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr
     verdict = json.loads(done.stdout)
     # The kills have hit what they were for, and there was something left for the last run.

@@ -16,6 +16,7 @@ from tests.integration.side_killing import BAD_EACH, PAIR
 
 pytestmark = pytest.mark.spec("FAC-27")
 
+ROOT = Path(__file__).parents[2]
 KILLS = 20
 FACTS = 400
 DELIVERIES = 3
@@ -29,8 +30,8 @@ def filled(dsn, payloads):
 
 
 def killing(dsn, *words):
-    command = [sys.executable, str(Path(__file__).with_name("side_killing.py")), dsn, *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    command = [sys.executable, "-m", "tests.integration.side_killing", dsn, *map(str, words)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
