@@ -23,7 +23,7 @@ TOTAL := 90
 
 .PHONY: help venv check lint types test coverage retest spec docs format bench soak mutants memory deep check-all-pythons wheel constraints snapshot pictures
 .PHONY: site reference scan sbom sizes
-.PHONY: exam exam-rabbitmq signals bench-postgres chaos-postgres power-postgres poison-postgres
+.PHONY: exam signals bench-postgres chaos-postgres power-postgres poison-postgres
 .PHONY: chaos-brokers power-brokers bench-brokers broker-peers
 .PHONY: bench-providers fleet-providers chaos-celery chaos-executors chaos-cron fuzz-executors bench-executors peers
 .PHONY: bench-facts bench-facts-store bench-facts-service bench-artifacts catchup-facts
@@ -54,13 +54,11 @@ types: $(STAMP) ## mypy, strict, on src
 # Targets of their own: in the exam servers are stopped, killed and cut for minutes, and each document that is
 # followed word by word has a wheel, an environment and often servers of its own.
 EXAMS := $(addprefix tests/conformance/test_,broken.py memory.py facts.py executors.py s3.py)
-EXAMS += $(addprefix tests/conformance/test_,postgres.py nats.py redis.py)
+EXAMS += $(addprefix tests/conformance/test_,postgres.py rabbitmq.py nats.py redis.py)
 EXAMS += $(addprefix tests/conformance/test_boundary_,postgres.py service.py) tests/conformance/test_facts_postgres.py
 EXAMS += $(addprefix tests/integration/test_jobs_,faults.py chaos.py cron.py)
 EXAMS += $(addprefix tests/integration/test_,poison.py three_effects.py postgres_rivals.py dlq_replay_killed.py)
-EXAMS += $(addprefix tests/integration/test_,nats_killed.py nats_cluster.py redis_idle.py)
-# Not yet among them: the whole has not passed often enough in one run.
-RABBITMQ := tests/conformance/test_rabbitmq.py tests/integration/test_rabbitmq_killed.py
+EXAMS += $(addprefix tests/integration/test_,rabbitmq_killed.py nats_killed.py nats_cluster.py redis_idle.py)
 EXAMS += tests/integration/test_provider_fleet.py
 EXAMS += $(addprefix tests/integration/test_,contents_killed.py s3_contents.py facts_postgres.py replication.py)
 EXAMS += $(addprefix tests/integration/test_facts_,access.py service.py killed.py consumer_killed.py side_killed.py)
@@ -75,7 +73,7 @@ EXAMS += $(addprefix tests/integration/test_facts_,cli.py faults.py replicate.py
 EXAMS += $(addprefix tests/integration/test_rabbitmq_,idle.py refusals.py together.py traps.py)
 EXAMS += tests/servers/test_postgres.py
 DOCUMENTS := tests/docs
-APART := $(patsubst %,--ignore=%,$(EXAMS) $(RABBITMQ))
+APART := $(patsubst %,--ignore=%,$(EXAMS))
 # The engine's rules, in both variants. Noting every line costs as much as the tests themselves, so it is done where it proves most.
 RULES := tests/unit/engine tests/unit/task tests/unit/testing tests/unit/runner tests/unit/telemetry $(wildcard tests/unit/test_*.py) tests/twins
 GATE := $(APART) $(DOCUMENTS:%=--ignore=%)
@@ -119,9 +117,6 @@ demo: $(STAMP) ## examples/shop: two sites, ORDERS=200 orders from a queue to a 
 
 demo-chaos: $(STAMP) ## the same for MINUTES=30 while KILLS=100 times something is killed, stopped, crashed or cut (root)
 	$(BIN)/python examples/shop/demo.py --minutes $(or $(MINUTES),30) --kills $(or $(KILLS),100) --seed $(or $(SEED),1)
-
-exam-rabbitmq: $(STAMP) ## RabbitMQ takes its exam
-	$(PYTEST) -q $(RABBITMQ) $(ALONE) -q $(RABBITMQ); }
 
 signals: $(STAMP) ## real processes, every state, every signal
 	$(BIN)/python tests/signals/matrix.py
