@@ -9,6 +9,7 @@ import psycopg
 import pytest
 
 from ergon_framework import consumer
+from ergon_framework.cli.app import app
 from ergon_framework.connectors.base import DeadLetter, Later
 from ergon_framework.connectors.postgres import PostgresQueue
 from ergon_framework.errors import Category
@@ -257,6 +258,32 @@ def test_a_breaker_of_one_tenant_is_no_gate(shop, queue, module):
     queue.dispatch([Transaction("order-1", {}, tenant="acme")])
     found = waiting("order-1", "--task", module({}))
     assert (found["place"]["state"], found["providers"]) == ("ready", [])
+
+
+def test_what_the_queue_has_told_the_journal_does_not_repeat(shop, dsn):
+    acme = shop(FRAGILE)
+    acme.fails("acme", "acme")
+    acme.takes()
+    ask(
+        dsn,
+        "insert into ergon.journal (at, transaction_id, task, queue, tenant, outcome, attempts, seconds, worker) "
+        "values (now(), 'order-1', 'charge', 'orders', 'acme', 'deferred', 0, 0.1, 'w')",
+    )
+    found = [one for one in told("order-1")["histories"] if one["kind"] == "transaction"]
+    assert [(one["place"]["state"], len(one["providers"])) for one in found] == [("delayed", 1), ("queued", 0)]
+
+
+def test_on_a_terminal_the_provider_stands_below_the_table(shop, monkeypatch, capsys):
+    acme = shop(FRAGILE)
+    acme.fails("acme", "acme")
+    acme.takes()
+    capsys.readouterr()
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    with pytest.raises(SystemExit):
+        app(["why", "order-1"])
+    table, _, rest = capsys.readouterr().out.partition("  provider: pay (charging) of tenant acme: ")
+    assert "┃" in table
+    assert "charge was not called (circuit_open)" in " ".join(rest.split())
 
 
 # -- a call that failed for good ------------------------------------------------------------------------
