@@ -25,6 +25,24 @@ class Weight(StrEnum):
     BROKEN = "broken"
 
 
+class Page(StrEnum):
+    """A page that a message sends somebody to, by its title in the menu of the site: a wheel brings no documents."""
+
+    CONFIGURE = "Configure"
+    EXECUTORS = "Executors in your language"
+    SERVE_FACTS = "Serve facts"
+    FACTS_RUNBOOK = "When facts do not arrive"
+
+    @property
+    def named(self) -> str:
+        """How a message names it.
+
+        >>> Page.CONFIGURE.named
+        'the page "Configure" of the documentation'
+        """
+        return f'the page "{self.value}" of the documentation'
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
     """One thing that was looked at: *what*, what was *seen* there with its values, and what to *do*.

@@ -99,10 +99,14 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is asked for: an *id*, and the *correlations* that are known to be the same business process."""
+    """What is asked for: an *id*, and the *correlations* that are known to be the same business process.
+
+    *tenants* are those of the transactions of that id, as far as they say one: nobody else's are to be told of.
+    """
 
     id: str
     correlations: tuple[str, ...] = ()
+    tenants: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 < len(self.id) <= LONGEST or not self.id.isprintable():

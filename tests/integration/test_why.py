@@ -599,7 +599,7 @@ def test_what_is_kept_is_read_by_its_indexes(dsn, queue, table):
     fill, question = FULL[table]
     ask(dsn, fill)
     ask(dsn, f"analyze ergon.{table}")
-    given = {"id": "x-77", "queue": None, "most": 100, "names": ["x-77"], "tenants": ["t"]}
+    given = {"id": "x-77", "queue": None, "most": 100, "names": ["x-77"], "tenants": ["t"], "whose": ["t"]}
     moments = {"first": datetime.now(UTC) - timedelta(hours=1), "last": datetime.now(UTC)}
     with psycopg.connect(dsn) as connection:
         lines = connection.execute(f"explain (analyze, costs off) {question}", given | moments).fetchall()

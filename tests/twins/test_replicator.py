@@ -18,6 +18,7 @@ from ergon_framework.facts.policy import ReplicationPolicy
 from ergon_framework.facts.replica import Status
 from ergon_framework.facts.replicator import AsyncReplicator, Replicator
 from ergon_framework.facts.stores.memory import MemoryBoundary
+from ergon_framework.finding import Page
 from ergon_framework.telemetry import names
 from ergon_framework.telemetry.metrics import registry_of
 from ergon_framework.testing.virtual import VirtualTime, run_virtual
@@ -246,7 +247,7 @@ def test_a_halt_is_logged_once_with_what_is_to_be_done_and_seen_in_metrics(zones
     assert record.levelno == logging.ERROR
     assert (record.replica, record.from_zone, record.to_zone) == ("hub", "plant", "hub")
     assert record.status == "epoch_changed"
-    assert "facts-runbook.md" in record.action
+    assert Page.FACTS_RUNBOOK.named in record.action
     told = {
         "ergon.fact.replica": "hub",
         "ergon.fact.from_zone": "plant",

@@ -20,7 +20,7 @@ from ergon_framework.errors import ConfigurationError, ErgonError, MissingExtraE
 from ergon_framework.executor.pool import ExecutorPool, PoolPolicy
 from ergon_framework.executor.process import Command
 from ergon_framework.facts.boundary import Boundary
-from ergon_framework.finding import Examinable, Finding, Wall, Weight, of_durability
+from ergon_framework.finding import Examinable, Finding, Page, Wall, Weight, of_durability
 from ergon_framework.runner import sources
 from ergon_framework.runner.loading import load_anything
 from ergon_framework.runner.queues import NamedQueue
@@ -192,7 +192,7 @@ def _boundary(boundary: Boundary) -> Sequence[Finding]:
     words = "what it confirmed survives a loss of power" if can.durable else f"its store says durable={can.durable}"
     return [
         Finding("connection", Weight.FINE, f"the boundary answers, in epoch {epoch}", shared=False),
-        of_durability(words, durable=can.durable, do="see docs/guides/facts-service.md on what its store must be"),
+        of_durability(words, durable=can.durable, do=f"see {Page.SERVE_FACTS.named} on what its store must be"),
     ]
 
 

@@ -18,7 +18,7 @@ from ergon_framework.cli import doctor_view as view
 from ergon_framework.cli.doctor_patients import Patient, named, named_by, program, unavailable
 from ergon_framework.cli.logs import configure
 from ergon_framework.errors import ConfigurationError, ConnectionLost, ErgonError, MissingExtraError, text
-from ergon_framework.finding import Finding, Wall, Weight
+from ergon_framework.finding import Finding, Page, Wall, Weight
 from ergon_framework.runner import queues
 from ergon_framework.runner.exits import ExitCode
 from ergon_framework.runner.loading import search_here
@@ -76,7 +76,7 @@ def examined(names: Sequence[str], *, config: Path | None, timeout: float, wall:
     try:
         found = settings(config)
     except ConfigurationError as error:
-        finding = Finding("settings", Weight.BROKEN, masked(text(error)), "mend it there; docs/guides/configure.md")
+        finding = Finding("settings", Weight.BROKEN, masked(text(error)), f"mend it there; see {Page.CONFIGURE.named}")
         return [Report("this program", "", "", (finding,))]
     queues.use(found)
     patients = [program(found, config), *named_by(found, _INNER * timeout)]

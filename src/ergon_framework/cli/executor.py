@@ -51,8 +51,8 @@ def check(
 ) -> None:
     """Start an executor of any language, again and again, and see whether it keeps the protocol.
 
-    It needs the eight handlers exam.echo, exam.fail and so on, which docs/executors.md describes. The exit code is 0
-    if it passed, 1 if it failed something, and 2 if it cannot be started.
+    It needs the eight handlers exam.echo, exam.fail and so on, which the page "Executors in your language" of the
+    documentation describes. The exit code is 0 if it passed, 1 if it failed something, and 2 if it cannot be started.
 
     Example: ergon executor check -- node executor.mjs
     """

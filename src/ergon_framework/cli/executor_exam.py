@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import typer
 
 from ergon_framework.errors import ConfigurationError
+from ergon_framework.finding import Page
 from ergon_framework.runner.exits import ExitCode
 from ergon_framework.testing.conformance.check import Result
 from ergon_framework.testing.conformance.executor import QUESTIONS, Mark, report, take
@@ -34,7 +35,8 @@ def examine(command: Sequence[str], *, patience: float, only: Sequence[str] | No
     else:
         typer.echo(f"{found['passed']} passed, {found['failed']} failed, of {len(QUESTIONS)} questions")
         if any("handler_not_found: " in mark.reason for mark in marks):
-            typer.echo("ergon: the exam needs handlers of its own, exam.echo and so on; docs/executors.md", err=True)
+            needs = "the exam needs handlers of its own, exam.echo and so on"
+            typer.echo(f"ergon: {needs}; see {Page.EXECUTORS.named}", err=True)
     return Exit.FAILED if found["failed"] else Exit.PASSED
 
 

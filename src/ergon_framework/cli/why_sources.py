@@ -6,12 +6,13 @@ import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ergon_framework.cli.dlq_work import opened
 from ergon_framework.connectors.base import ConnectorError
 from ergon_framework.connectors.tracing import traced, unsearchable
 from ergon_framework.history import History, Question, Traceable
+from ergon_framework.providers.standing import Standing
 from ergon_framework.schema import libraries
 
 #: Seconds for all questions of one source, and for reaching it.
@@ -56,12 +57,22 @@ class Tables:
         return found
 
 
+class Database(NamedTuple):
+    """What the database has."""
+
+    #: Where correlations are found, and where they are asked for.
+    first: Sequence[Tables]
+    then: Sequence[Tables]
+    #: How the providers of a tenant are: those named, or all that hold calls back.
+    standings: Callable[[str, Sequence[tuple[str, str]]], Sequence[Standing]]
+
+
 @contextmanager
-def tables(dsn: str) -> Iterator[tuple[Sequence[Tables], Sequence[Tables]]]:
-    """What the database has: first where correlations are found, then where they are asked for."""
+def tables(dsn: str) -> Iterator[Database]:
+    """The tables of the database at *dsn*."""
     # Loaded when it is needed: not everybody has its libraries, and no other command needs them all.
     libraries.needed()
-    queues, jobs, journal, calls, facts = (
+    queues, jobs, journal, calls, facts, books = (
         importlib.import_module(f"ergon_framework.{name}")
         for name in (
             "connectors.postgres.tracing",
@@ -69,20 +80,26 @@ def tables(dsn: str) -> Iterator[tuple[Sequence[Tables], Sequence[Tables]]]:
             "connectors.postgres.journal",
             "providers.sql.tracing",
             "facts.stores.postgres_tracing",
+            "providers.sql.standings",
         )
     )
     lines = importlib.import_module("ergon_framework.schema.lines").Lines(dsn, other=ConnectorError)
     try:
-        yield (
+        yield Database(
             (
                 Tables("queues of the database", lines, lambda question: queues.trace(question.id)),
                 Tables("jobs of the database", lines, lambda question: jobs.trace(question.id)),
                 Tables("journal of the database", lines, lambda question: journal.trace(question.id)),
             ),
             (
-                Tables("provider calls of the database", lines, lambda question: calls.trace(question.names)),
+                Tables(
+                    "provider calls of the database",
+                    lines,
+                    lambda question: calls.trace(question.names, question.tenants),
+                ),
                 Tables("facts of the database", lines, lambda question: facts.trace(question.id, question.names)),
             ),
+            lambda tenant, accounts: lines.run(books.standings(tenant, accounts), within=_WITHIN),
         )
     finally:
         lines.close()

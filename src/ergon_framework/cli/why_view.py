@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import typer
 from rich.console import Console
@@ -11,7 +11,6 @@ from rich.table import Table
 from rich.text import Text
 
 from ergon_framework.cli.dlq_view import clean, told
-from ergon_framework.cli.why_advice import now_of
 from ergon_framework.history import Event, History, State
 
 #: The longest text in a cell, and anywhere else.
@@ -27,16 +26,19 @@ _COLOURS: dict[str, str] = {
 }
 
 
-def show(history: History, *, now: float, advice: str) -> None:
-    """Print one history."""
+def show(history: History, *, providers: Sequence[str], sentence: str, advice: str) -> None:
+    """Print one history, a line for each of its *providers*, where it is, and what to do."""
     title = f"{history.kind.value} {short(history.id)} in {short(history.where)}"
     about = list(_about(history))
     rows = [_cells(event) for event in history.events]
-    sentence = clean(now_of(history, now=now), _LONGEST)
+    seen = [clean(line, _LONGEST) for line in providers]
+    sentence = clean(sentence, _LONGEST)
     if sys.stdout.isatty():
-        _picture(title, about, rows, state=history.place.state, sentence=sentence)
+        _picture(title, about, rows, seen=seen, state=history.place.state, sentence=sentence)
     else:
         _plain(title, about, rows)
+        for line in seen:
+            typer.echo(f"  provider: {line}")
         typer.echo(f"  now: {sentence}")
     if advice:
         typer.echo(f"  next: {clean(advice, _LONGEST)}")
@@ -60,7 +62,13 @@ def _plain(title: str, about: list[tuple[str, str]], rows: list[tuple[str, ...]]
 
 
 def _picture(
-    title: str, about: list[tuple[str, str]], rows: list[tuple[str, ...]], *, state: State, sentence: str
+    title: str,
+    about: list[tuple[str, str]],
+    rows: list[tuple[str, ...]],
+    *,
+    seen: list[str],
+    state: State,
+    sentence: str,
 ) -> None:
     console = Console()
     console.print(Text(title, style="bold"))
@@ -72,6 +80,8 @@ def _picture(
             # Text, because what an error says is no markup.
             table.add_row(*(Text(cell, style=_COLOURS.get(cell, "")) for cell in row))
         console.print(table)
+    for line in seen:
+        console.print(Text("  provider: ", style="bold") + Text(line))
     console.print(Text("  now: ", style="bold") + Text(sentence, style=_COLOURS.get(state, "")))
 
 

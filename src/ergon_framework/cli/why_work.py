@@ -15,9 +15,11 @@ import typer
 from ergon_framework.cli import why_view as view
 from ergon_framework.cli.logs import configure
 from ergon_framework.cli.why_advice import next_of, now_of
-from ergon_framework.cli.why_sources import Connected, Tables, tables
+from ergon_framework.cli.why_providers import Ask, Involved, advised, as_plain, because, involved_in, seen_of, used_by
+from ergon_framework.cli.why_sources import Connected, Database, tables
 from ergon_framework.errors import ConfigurationError, ErgonError, text
 from ergon_framework.history import History, Kind, Question, Source, Value
+from ergon_framework.providers.standing import Standing
 from ergon_framework.runner.exits import ExitCode
 from ergon_framework.runner.loading import load_connector, load_task, search_here
 from ergon_framework.runner.settings import Settings, settings
@@ -63,9 +65,32 @@ class Inquiry:
             self.answers.append(answer)
 
     def widen(self) -> None:
-        """From now on ask for the correlations too that were found."""
-        known = (history.about.get("correlation") for history in self.histories)
-        self.question = replace(self.question, correlations=tuple(str(name) for name in known if name is not None))
+        """From now on ask for the correlations too that were found, and of their tenants only."""
+        found = self.histories
+        known = (history.about.get("correlation") for history in found)
+        whose = (history.about.get("tenant") for history in found)
+        self.question = replace(
+            self.question,
+            correlations=tuple(str(name) for name in known if name is not None),
+            tenants=tuple(dict.fromkeys(str(name) for name in whose if name is not None)),
+        )
+
+    def standings(self, database: Database | None) -> Ask:
+        """Who says how providers are. Of an outage one question is enough."""
+        lost = False
+
+        def ask(tenant: str, accounts: Sequence[tuple[str, str]]) -> Sequence[Standing] | None:
+            nonlocal lost
+            if database is None or lost:
+                return None
+            try:
+                return database.standings(tenant, accounts)
+            except ErgonError as error:
+                lost = True
+                self.answers.append(Answer("providers of the database", error=text(error)))
+                return None
+
+        return ask
 
     @property
     def histories(self) -> list[History]:
@@ -82,6 +107,16 @@ class Inquiry:
         return WhyExit.UNANSWERED if any(answer.error for answer in self.answers) else WhyExit.UNKNOWN
 
 
+@dataclass(frozen=True, slots=True)
+class Account:
+    """One history, the providers that it waits for or failed by, where it is in a sentence, and what to do."""
+
+    history: History
+    providers: Sequence[Involved]
+    now: str
+    next: str
+
+
 def explained(
     work_id: str, *, tasks: Sequence[str], queues: Sequence[str], config: Path | None, as_json: bool
 ) -> WhyExit:
@@ -89,50 +124,65 @@ def explained(
     configure("WARNING")
     search_here()
     try:
-        inquiry, names, rules = _asked(Question(work_id), tasks=tasks, queues=queues, found=settings(config))
+        inquiry, accounts = _asked(Question(work_id), tasks=tasks, queues=queues, found=settings(config))
     except ConfigurationError as error:
         return _refused(text(error), as_json=as_json)
-    histories = [_ruled(history, rules) for history in inquiry.histories]
     if as_json:
-        typer.echo(json.dumps(_told(inquiry, histories, names), allow_nan=False))
+        typer.echo(json.dumps(_told(inquiry, accounts), allow_nan=False))
         return inquiry.code
-    now = time.time()
-    for number, history in enumerate(histories):
+    for number, account in enumerate(accounts):
         if number:
             typer.echo()
-        view.show(history, now=now, advice=next_of(history, names))
+        view.show(
+            account.history,
+            providers=[seen_of(one) for one in account.providers],
+            sentence=account.now,
+            advice=account.next,
+        )
     for why, sources in _unanswered(inquiry).items():
         _say(f"{', '.join(sources)} did not answer: {why}")
-    if not histories:
+    if not accounts:
         _say(_unknown(inquiry))
     return inquiry.code
 
 
 def _asked(
     question: Question, *, tasks: Sequence[str], queues: Sequence[str], found: Settings
-) -> tuple[Inquiry, dict[str, str], dict[str, dict[str, Value]]]:
-    """The answers; what the connectors of queues are called on the command line; and the rules of their tasks."""
+) -> tuple[Inquiry, list[Account]]:
+    """The answers, and what is made of them."""
     connected = [Connected(where) for where in dict.fromkeys((*tasks, *queues))]
     if not connected and not found.postgres.dsn:
         raise ConfigurationError(
             "there is nobody to ask: set ERGON_POSTGRES__DSN, or name a task or connector with --task or --queue"
         )
     # Before anybody is asked: a slip of the hand is no source that does not answer.
-    rules = {load_connector(name).name: _rules(name, found) for name in tasks}
+    ruled = {load_connector(name).name: _rules(name, found) for name in tasks}
+    used = {load_connector(name).name: used_by(load_task(name).gates) for name in tasks}
     for name in queues:
         load_connector(name)
     inquiry = Inquiry(question)
     with ExitStack() as stack:
-        first: Sequence[Tables] = ()
-        then: Sequence[Tables] = ()
-        if found.postgres.dsn:
-            first, then = stack.enter_context(tables(found.postgres.dsn))
-        inquiry.ask((*first, *connected))
+        database = stack.enter_context(tables(found.postgres.dsn)) if found.postgres.dsn else None
+        inquiry.ask((*(database.first if database else ()), *connected))
         inquiry.widen()
-        inquiry.ask(then)
+        inquiry.ask(database.then if database else ())
+        histories = [_ruled(history, ruled) for history in inquiry.histories]
+        ask = inquiry.standings(database)
+        involved = [involved_in(one, histories, used.get(one.where, ()), ask) for one in histories]
     # Those of the settings that the tables of the database know, too: their names alone are enough.
     names = {name: name for name, said in found.queues.items() if (said.url or "").startswith("postgres")}
-    return inquiry, names | {one.queue: one.where for one in connected if one.queue is not None}, rules
+    names |= {one.queue: one.where for one in connected if one.queue is not None}
+    now = time.time()
+    return inquiry, [_account(*one, names, now) for one in zip(histories, involved, strict=True)]
+
+
+def _account(history: History, providers: Sequence[Involved], names: Mapping[str, str], now: float) -> Account:
+    return Account(
+        history,
+        providers,
+        now=now_of(history, now=now) + because(history, providers),
+        next=advised(history, providers, next_of(history, names)),
+    )
 
 
 def _rules(name: str, found: Settings) -> dict[str, Value]:
@@ -156,14 +206,18 @@ def _ruled(history: History, rules: Mapping[str, Mapping[str, Value]]) -> Histor
 # -- what is said -----------------------------------------------------------------------------------
 
 
-def _told(inquiry: Inquiry, histories: Sequence[History], names: Mapping[str, str]) -> dict[str, Any]:
-    now = time.time()
+def _told(inquiry: Inquiry, accounts: Sequence[Account]) -> dict[str, Any]:
     return {
         "id": inquiry.question.id,
         "exit_code": int(inquiry.code),
         "histories": [
-            {**asdict(history), "now": now_of(history, now=now), "next": next_of(history, names)}
-            for history in histories
+            {
+                **asdict(one.history),
+                "providers": [as_plain(provider) for provider in one.providers],
+                "now": one.now,
+                "next": one.next,
+            }
+            for one in accounts
         ],
         "asked": [
             {"source": one.source, "found": len(one.found), "note": one.note, "error": one.error}

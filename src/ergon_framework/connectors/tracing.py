@@ -88,6 +88,7 @@ def _rules(failure: Failure) -> dict[str, Value]:
     if failure.provider_name is not None:
         told |= {
             "provider": failure.provider_name,
+            "capability": failure.capability,
             "operation": failure.operation,
             "idempotency key": failure.idempotency_key,
         }

@@ -24,6 +24,7 @@ from ergon_framework.facts.errors import (
     UploadLost,
 )
 from ergon_framework.facts.model import Pair
+from ergon_framework.finding import Page
 
 
 class Status(StrEnum):
@@ -57,7 +58,7 @@ class Status(StrEnum):
         return self in _ACTIONS and self not in _WAITING
 
 
-_RUNBOOK: Final = "docs/guides/facts-runbook.md"
+_RUNBOOK: Final = Page.FACTS_RUNBOOK.named
 #: What whoever is called does about it.
 _ACTIONS: Final = {
     Status.UNREACHABLE: "nothing is lost, facts wait at the source; see whether the line and the other zone are up",

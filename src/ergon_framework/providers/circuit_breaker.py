@@ -185,6 +185,14 @@ def lift(state: Snapshot) -> Snapshot:
     return state if state.override is None else _overridden(state, None)
 
 
+def shown(state: Snapshot, now: float) -> BreakerState:
+    """How the breaker is at *now* for whoever calls: an override counts as what it does."""
+    state = advance(state, now)
+    if state.override is None:
+        return state.state
+    return BreakerState.OPEN if state.override.kind is OverrideKind.FORCE_OPEN else BreakerState.CLOSED
+
+
 def held_until(state: Snapshot) -> float | None:
     """Until when nothing goes through for certain; None where something may. It asks for no probe's place."""
     if state.override is not None:

@@ -251,6 +251,15 @@ order by o.id desc limit %(limit)s
 """
 
 
+def breakers_and_quotas(
+    tenant: str, *, provider: str | None, capability: str | None
+) -> Operation[tuple[list[BreakerRow], list[QuotaRow]]]:
+    """What ``breakers`` and ``quotas`` read, for whoever has a line to the database already."""
+    given = {"tenant": tenant, "provider": provider, "capability": capability, "limit": _MOST}
+    held = _breaker_rows((yield Query(_BREAKERS, given)))
+    return held, _quota_rows((yield Query(_QUOTAS, given)))
+
+
 def _one(sql: str, account: Account, tenant: str) -> Query:
     named = {"tenant": tenant, "provider": account.provider_name, "capability": account.capability}
     return Query(sql, {**named, "limit": _MOST})

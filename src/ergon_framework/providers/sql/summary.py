@@ -144,11 +144,7 @@ def _state(
         return BreakerState.CLOSED
     said = Override(OverrideKind(override), override_until.timestamp()) if override and override_until else None
     until = None if open_until is None else open_until.timestamp()
-    stored = Snapshot(BreakerState(state), open_until=until, override=said)
-    now = breakers.advance(stored, at.timestamp())
-    if now.override is None:
-        return now.state
-    return BreakerState.OPEN if now.override.kind is OverrideKind.FORCE_OPEN else BreakerState.CLOSED
+    return breakers.shown(Snapshot(BreakerState(state), open_until=until, override=said), at.timestamp())
 
 
 def _utc(moment: datetime | None) -> datetime | None:

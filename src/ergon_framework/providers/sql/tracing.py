@@ -26,6 +26,7 @@ select m.tenant_id, m.provider_name, m.capability, m.operation, m.idempotency_ke
     m.task_execution_id, m.attempt_number, m.max_attempts, m.duration_ms, m.timeout_budget_ms, m.outcome, m.reason_code,
     m.http_status, m.created_at
 from ergon.provider_execution_metrics m where m.correlation_id = any(%(names)s)
+    and m.tenant_id = any(coalesce(%(whose)s::text[], array[m.tenant_id]))
 order by m.created_at desc, m.attempt_number desc limit %(most)s
 """
 
@@ -71,6 +72,7 @@ DEAD: Final = """
 select d.id, d.tenant_id, d.provider_name, d.capability, d.operation, d.task_name, d.task_id, d.correlation_id,
     d.reason_code, d.error_type, d.error_message, d.attempts, d.occurred_at, d.published_at
 from ergon.provider_dead_letters d where d.task_id = any(%(names)s)
+    and d.tenant_id = any(coalesce(%(whose)s::text[], array[d.tenant_id]))
 union
 select d.id, d.tenant_id, d.provider_name, d.capability, d.operation, d.task_name, d.task_id, d.correlation_id,
     d.reason_code, d.error_type, d.error_message, d.attempts, d.occurred_at, d.published_at
@@ -150,15 +152,19 @@ class _Seen(NamedTuple):
     keys: dict[tuple[str, str, str], tuple[Any, ...]]
 
 
-def trace(names: Sequence[str]) -> Operation[list[History]]:
-    """The calls whose correlation is one of *names*, and the dead letters of calls among them."""
-    return (yield from in_one_snapshot(_traced(names)))
+def trace(names: Sequence[str], tenants: Sequence[str] = ()) -> Operation[list[History]]:
+    """The calls whose correlation is one of *names*, and the dead letters of calls among them.
+
+    With *tenants* only theirs: a correlation is whatever somebody wrote, and two tenants may have written the same.
+    """
+    return (yield from in_one_snapshot(_traced(names, list(tenants) or None)))
 
 
-def _traced(names: Sequence[str]) -> Operation[list[History]]:
-    rows = yield Query(ATTEMPTS, {"names": list(names), "most": MOST})
+def _traced(names: Sequence[str], whose: list[str] | None) -> Operation[list[History]]:
+    given = {"names": list(names), "whose": whose, "most": MOST}
+    rows = yield Query(ATTEMPTS, given)
     attempts = [_Attempt(*row) for row in reversed(rows)]
-    buried = yield Query(DEAD, {"names": list(names), "most": MOST, **_span(attempts)})
+    buried = yield Query(DEAD, {**given, **_span(attempts)})
     seen = (yield from _around(attempts)) if attempts else _Seen({}, {}, [], {})
     numbered = sorted(enumerate(attempts), key=lambda one: (one[1].call, one[0]))
     calls = [list(group) for _, group in groupby(numbered, key=lambda one: one[1].call)]
@@ -182,7 +188,9 @@ def _around(attempts: Sequence[_Attempt]) -> Operation[_Seen]:
     quotas: dict[int, dict[str, Value]] = {}
     for number, kind, tenant, used, limit in (yield Query(QUOTAS, {**given, **each})):
         shared = " of all tenants" if tenant == ALL else ""
-        quotas.setdefault(number - 1, {})[f"quota per {_WINDOWS[kind - 1]}{shared}"] = f"{used}/{limit}"
+        # What all tenants have used together is made of other tenants' calls.
+        told = ("spent" if used >= limit else "not spent") if shared else f"{used}/{limit}"
+        quotas.setdefault(number - 1, {})[f"quota per {_WINDOWS[kind - 1]}{shared}"] = told
     breakers = yield Query(BREAKERS, given)
     span = _span(attempts)
     overrides = yield Query(OVERRIDES, {**given, "first": span["first"], "last": span["last"]})
@@ -209,7 +217,9 @@ def _call(attempts: Sequence[tuple[int, _Attempt]], seen: _Seen) -> History:
     last = attempts[-1][1]
     told: dict[str, Value | None] = {
         "tenant": last.tenant,
+        "provider": last.provider,
         "capability": last.capability,
+        "operation": last.operation,
         "correlation": last.correlation,
         "idempotency key": last.key,
         "task execution": last.task_execution,
@@ -219,7 +229,7 @@ def _call(attempts: Sequence[tuple[int, _Attempt]], seen: _Seen) -> History:
     for shared, tenant in (("", last.tenant), (" of all tenants", ALL)):
         breaker = seen.breakers.get((tenant, last.provider, last.capability))
         if breaker is not None:
-            told[f"breaker{shared}"] = _breaker(breaker)
+            told[f"breaker{shared}"] = _breaker(breaker, counted=not shared)
     events = [_event(attempt, seen.quotas.get(number, {})) for number, attempt in attempts]
     account = {last.account, (ALL, last.provider, last.capability)}
     events += [_override(*row[3:]) for row in seen.overrides if row[:3] in account]
@@ -257,8 +267,8 @@ def _override(at: datetime, action: str, until: datetime | None, calls: int | No
     )
 
 
-def _breaker(seen: _Breaker) -> str:
-    words = f"{seen.state}, {seen.failures} faults in a row"
+def _breaker(seen: _Breaker, *, counted: bool) -> str:
+    words = f"{seen.state}, {seen.failures} faults in a row" if counted else seen.state
     if seen.open_until is not None:
         words += f", open until {_moment(seen.open_until)}"
     if seen.override is not None:
