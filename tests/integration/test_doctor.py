@@ -411,6 +411,7 @@ def test_a_name_that_stands_for_nothing_is_a_mistake_of_the_command_line():
 
 
 APP = """
+import os
 import sys
 from ergon_framework import ConsumerPolicy, MemoryConnector, consumer
 from ergon_framework.connectors.rabbitmq import RabbitMQQueue
@@ -427,6 +428,7 @@ def slow(order): ...
 def plain(order): ...
 
 gone = isolated(plain, Command(words=("/nowhere/executor",)))
+mute = isolated(plain, Command(words=("sleep", "60"), environment={"PATH": os.environ["PATH"]}))
 main = "from ergon_framework.cli.main import main; main()"
 runner = (sys.executable, "-P", "-c", main, "executor", "run", "--handlers", "handlers:registry")
 there = isolated(plain, Command(words=runner, folder=".", environment=%(environment)r))
@@ -464,8 +466,11 @@ def test_a_policy_that_the_broker_does_not_wait_for_is_broken():
 @pytest.mark.usefixtures("written")
 def test_executors_are_started_and_asked():
     gone = of(told("doctored:gone", "--timeout", "2", code=DoctorExit.BROKEN), "executor plain")["start"]
-    assert "'/nowhere/executor' does not answer" in gone["seen"]
-    assert "ergon executor check -- /nowhere/executor" in gone["do"]
+    assert "'/nowhere/executor' ended before its first answer, with exit code 127: it wrote " in gone["seen"]
+    assert "the program is there" in gone["do"]
+    mute = of(told("doctored:mute", "--timeout", "2", code=DoctorExit.BROKEN), "executor plain")["start"]
+    assert "'sleep 60' did not announce itself within 1.6 s and was killed" in mute["seen"]
+    assert "ergon executor check -- sleep 60" in mute["do"]
     there = of(told("doctored:there", "--timeout", "60"), "executor plain")["start"]
     assert there["weight"] == "fine"
 

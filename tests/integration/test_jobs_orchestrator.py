@@ -268,6 +268,32 @@ def test_a_job_waits_for_the_first_executor_however_long_it_takes_to_start(dsn, 
     assert [record for record in caplog.records if getattr(record, "code", None) == "no_executor"] == []
 
 
+@pytest.mark.spec("EXE-20")
+@pytest.mark.parametrize("brisk", [False, True], ids=["before it is begun", "begun and given back"])
+def test_a_job_whose_executor_does_not_start_waits_at_no_cost_and_the_log_says_why(dsn, brisk, caplog):
+    caplog.set_level(logging.INFO)
+    wrong = Command(words=("sh", "-c", "echo no such token=abc >&2; exit 3"), environment=PATH)
+
+    def deferred():
+        return [one for one in caplog.records if getattr(one, "code", None) == "executor_not_started"]
+
+    async def test(client, made):
+        if brisk:
+            made.tasks["python"]._usual = 0.0
+        began = time.monotonic()
+        got = await client.submit("echo", 1, max_attempts=1)
+        await until(lambda: len(deferred()) >= 3)
+        return await client.show(got.id), time.monotonic() - began
+
+    job, took = run(dsn, test, command=wrong, size=1)
+    assert (job.state, job.attempts, job.error) == ("pending", 0, None)
+    # A second passes between two looks: a broken deployment does not keep the database busy.
+    assert took > 2
+    words = "with exit code 3: it wrote no such token=[hidden]; try it: ergon executor check -- "
+    assert words in deferred()[0].error
+    assert words in next(one for one in caplog.records if one.msg == "executor not started").error
+
+
 # -- kill, cancel, replay, retention --------------------------------------------------------------
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import importlib
 import platform
-import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -16,9 +15,10 @@ from typing import Final
 from ergon_framework.connectors import schemes
 from ergon_framework.connectors.base import AsyncConnector, Connector, ConnectorError
 from ergon_framework.connectors.bridge import as_sync
-from ergon_framework.errors import ConfigurationError, ErgonError, MissingExtraError, text
+from ergon_framework.errors import ConfigurationError, MissingExtraError, text
 from ergon_framework.executor.pool import ExecutorPool, PoolPolicy
 from ergon_framework.executor.process import Command
+from ergon_framework.executor.start import ExecutorNotStarted
 from ergon_framework.facts.boundary import Boundary
 from ergon_framework.finding import Examinable, Finding, Page, Wall, Weight, of_durability
 from ergon_framework.runner import sources
@@ -200,20 +200,17 @@ def _executor(command: Command, timeout: float) -> Sequence[Finding]:
     """Whether an executor starts and answers the question that a pool asks each."""
 
     async def answers() -> None:
-        # One start, and no other before the time is over.
-        policy = PoolPolicy(size=1, start_timeout=timeout, grace=1.0)
-        async with ExecutorPool(command, policy=policy, name="doctor") as pool, asyncio.timeout(timeout):
+        # The first start that fails is told. One that has to be killed ends before whoever looks has lost his patience.
+        policy = PoolPolicy(size=1, start_timeout=timeout, grace=min(1.0, 0.1 * timeout))
+        async with ExecutorPool(command, policy=policy, name="doctor") as pool:
             with await pool.reserve():
                 pass
 
-    program_ = command.words[0]
     try:
         asyncio.run(answers())
-    except (TimeoutError, ErgonError, OSError) as error:
-        seen = f"{program_!r} does not answer within {timeout:g} s ({type(error).__name__})"
-        do = f"start it by hand, and have it examined: ergon executor check -- {shlex.join(command.words)}"
-        return [Finding("start", Weight.BROKEN, seen, do, shared=False)]
-    return [Finding("start", Weight.FINE, f"{program_!r} starts and answers", shared=False)]
+    except ExecutorNotStarted as error:
+        return [Finding("start", Weight.BROKEN, error.seen, error.do, shared=False)]
+    return [Finding("start", Weight.FINE, f"{command.words[0]!r} starts and answers", shared=False)]
 
 
 def _commands(task: Task | AsyncTask) -> Iterator[tuple[str, Command]]:

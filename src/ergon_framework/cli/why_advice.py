@@ -119,7 +119,7 @@ def _worker(_history: History, name: str | None) -> str:
 
 
 def _executors(_history: History, _name: str | None) -> str:
-    return "nothing, if an orchestrator runs; else start one with ergon run"
+    return "nothing, if an orchestrator runs and its executors start (see ergon doctor); else start one with ergon run"
 
 
 def _doubt(history: History, _name: str | None) -> str:

@@ -17,13 +17,13 @@ from typing import Any, Final, NamedTuple, Self
 from pydantic import Field
 
 from ergon_framework.errors import ConnectionLost, ErgonError
-from ergon_framework.executor import verdict
+from ergon_framework.executor import start, verdict
 from ergon_framework.executor.deadlines import Deadlines
 from ergon_framework.executor.guard import Guard
 from ergon_framework.executor.process import STRAYS, Command, ExecutorProcess
 from ergon_framework.executor.protocol import ExecutionOutcome, write_call
+from ergon_framework.executor.start import ExecutorNotStarted, FailedStart, LastLines
 from ergon_framework.executor.tally import Figures, PoolTally
-from ergon_framework.failure import MESSAGE
 from ergon_framework.policy import Policy
 from ergon_framework.task.mixins.policies import RetryPolicy
 from ergon_framework.telemetry import logs
@@ -35,6 +35,8 @@ log: Final = logging.getLogger("ergon_framework.executor")
 _NONE: Final[Mapping[str, Any]] = MappingProxyType({})
 #: A handler that nobody has: whoever answers that it is not there is ready for those that are.
 PROBE: Final = "ergon.ready"
+#: Seconds before a job comes back, at least, that found no executor up.
+NOBODY: Final = 1.0
 
 
 class PoolClosed(ErgonError):
@@ -99,9 +101,16 @@ class ExecutorPool:
         self._waiting: deque[asyncio.Future[ExecutorProcess]] = deque()
         self._keepers: list[asyncio.Task[None]] = []
         self._closing = False
+        #: The last start, while it has failed and nobody is up, and when the next one is due.
+        self._failed: FailedStart | None = None
+        self._next = 0.0
+        #: How many are being started.
+        self._starting = 0
         #: One has answered, or could not be started: from here on somebody who waits knows what for.
         self._tried = asyncio.Event()
         self._probes = 0
+        #: The last of them that was told to take too long for somebody.
+        self._slow = -1
         self._served = 0
         self._waited_for = 0.0
         self._tally: PoolTally | None = None
@@ -124,6 +133,13 @@ class ExecutorPool:
     def pids(self) -> list[int]:
         """The executors that run."""
         return sorted(process.pid for process in self._running)
+
+    @property
+    def unstarted(self) -> ExecutorNotStarted | None:
+        """Why nobody is up, if that is known."""
+        if self._failed is None or self._up:
+            return None
+        return self._failed.error(retry_after=max(NOBODY, self._next - self._loop.time()))
 
     async def tried(self) -> None:
         """Wait until the first start has ended, well or not."""
@@ -210,9 +226,12 @@ class ExecutorPool:
             if place is None:
                 self._release(process)
 
-    async def reserve(self) -> Reservation:
-        """A place in an executor, once there is one, for a job that is to be sent in a moment; it has to be left."""
-        return Reservation(await self._acquired(), self._release)
+    async def reserve(self, *, start_within: float | None = None) -> Reservation:
+        """A place in an executor, once there is one, for a job that is to be sent in a moment; it has to be left.
+
+        ExecutorNotStarted where nobody is up and a start has failed, or goes on after *start_within* seconds.
+        """
+        return Reservation(await self._acquired(start_within), self._release)
 
     def reserve_now(self) -> Reservation | None:
         """A place that is free at this moment; None if there is none, or somebody else waits for it."""
@@ -266,29 +285,52 @@ class ExecutorPool:
 
     # -- who is free ------------------------------------------------------------------------------
 
-    async def _acquired(self) -> ExecutorProcess:
+    async def _acquired(self, start_within: float | None = None) -> ExecutorProcess:
         # Who waits longest is first, also before one who comes when somebody happens to be free.
         process = None if self._waiting or self._closing else self._picked()
         if process is None:
-            process = await self._waited()
+            process = await self._waited(start_within)
         self._served += 1
         return process
 
-    async def _waited(self) -> ExecutorProcess:
+    async def _waited(self, start_within: float | None) -> ExecutorProcess:
         """The next executor that has a place, and that place taken."""
         if self._closing or self._guard is None:
             raise PoolClosed("the pool is not open")
+        error = self.unstarted
+        if error is not None and not self._starting:
+            raise error
         waiter: asyncio.Future[ExecutorProcess] = self._loop.create_future()
         self._waiting.append(waiter)
         began = self._loop.time()
+        timer = None
+        if start_within is not None and not self._up:
+            timer = self._loop.call_later(start_within, self._give_up, waiter, start_within)
         try:
             process = await waiter
         except asyncio.CancelledError:
             if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
                 self._release(waiter.result())
             raise
+        finally:
+            if timer is not None:
+                timer.cancel()
         self._waited_for += self._loop.time() - began
         return process
+
+    def _give_up(self, waiter: asyncio.Future[ExecutorProcess], after: float) -> None:
+        if self._up or waiter.done():
+            return
+        error = self.unstarted
+        if error is None:
+            said = next((process.last_lines for process in self._running if not process.answered), LastLines())
+            slow = start.starting(self._command.words, after, said)
+            error = slow.error(retry_after=NOBODY)
+            if self._slow != self._probes:  # many may wait for the same start
+                self._slow = self._probes
+                self._unstarted(slow)
+        waiter.set_exception(error)
+        self._waiting.remove(waiter)
 
     def _picked(self) -> ExecutorProcess | None:
         """An executor with a place left, and that place taken."""
@@ -300,6 +342,11 @@ class ExecutorPool:
                     self._free.append(process)
                 return process
         return None
+
+    @property
+    def _up(self) -> bool:
+        """Whether there is one that has answered, busy or not."""
+        return any(map(self._usable, self._taken))
 
     def _usable(self, process: ExecutorProcess) -> bool:
         return not process.killed and not process.gone.done()
@@ -345,21 +392,44 @@ class ExecutorPool:
         """Have one executor running, and another in its place when it is gone."""
         failures = 0
         while True:
-            process = await self._ready()
-            self._tried.set()
-            if process is None:
+            self._starting += 1
+            try:
+                process = await self._ready()
+            finally:
+                self._starting -= 1
+            if isinstance(process, ExecutorProcess):
+                self._failed = None
+                self._tried.set()
+                self._taken[process] = 0
+                self._free.append(process)
+                self._serve()
+                await asyncio.shield(process.gone)
+                lived = time.monotonic() - process.began
+                if process.killed or process.asked > 1 or lived > self.policy.start_timeout:
+                    failures = 0
+                    continue
+                # It answered, and left before anybody could give it a job: the next one may do the same.
+            else:
                 self.counts["failed_starts"] += 1
-                await asyncio.sleep(self.policy.restart.delay(failures))
-                failures += 1
-                continue
-            failures = 0
-            self._taken[process] = 0
-            self._free.append(process)
-            self._serve()
-            await asyncio.shield(process.gone)
+                self._fail(process, self.policy.restart.delay(failures))
+            await asyncio.sleep(self.policy.restart.delay(failures))
+            failures += 1
 
-    async def _ready(self) -> ExecutorProcess | None:
-        """An executor that has answered; None if there is none to be had now."""
+    def _fail(self, failed: FailedStart | None, delay: float) -> None:
+        """Tell whoever waits, if nobody else is up to serve him, and those who come while it is so."""
+        self._tried.set()
+        if failed is None:
+            return
+        self._failed, self._next = failed, self._loop.time() + delay
+        if self._up:
+            return
+        waiting = [waiter for waiter in self._waiting if not waiter.done()]
+        self._waiting.clear()
+        for waiter in waiting:
+            waiter.set_exception(failed.error(retry_after=max(NOBODY, delay)))
+
+    async def _ready(self) -> ExecutorProcess | FailedStart | None:
+        """An executor that has answered, or why there is none to be had now; None if that is told already."""
         assert self._guard is not None  # noqa: S101 - keepers live between opening and closing
         starting = asyncio.ensure_future(ExecutorProcess.start(self._command, self._guard, self._readers))
         try:
@@ -370,11 +440,11 @@ class ExecutorPool:
             if starting.exception() is None:
                 self._running.add(starting.result())
             raise
-        except (OSError, ConnectionLost) as error:
-            why = error.strerror if isinstance(error, OSError) else error
-            told = {Names.EXECUTOR: self.name, Names.ERROR: f"cannot be started: {why}"}
-            logs.say(logging.ERROR, Event.EXECUTOR_ENDED, told, to=log)
-            return None
+        except OSError as error:
+            where = "" if error.filename is None else f": {error.filename!r}"
+            return self._unstarted(start.refused(self._command.words, f"{error.strerror}{where}"))
+        except ConnectionLost as error:
+            return self._unstarted(start.refused(self._command.words, str(error)))
         self._running.add(process)
         process.gone.add_done_callback(lambda gone: self._ended(process, gone.result()))
         self.counts["started"] += 1
@@ -387,19 +457,36 @@ class ExecutorPool:
             await self._sent(process, line, job_id, timeout=self.policy.start_timeout)
         except ErgonError:
             return None
-        return process if self._usable(process) else None
+        return process if self._usable(process) else self._never_answered(process)
+
+    def _never_answered(self, process: ExecutorProcess) -> FailedStart | None:
+        if process.answered:
+            return None
+        words, said = self._command.words, process.last_lines
+        if process.killed:
+            strays = sum(process.counts.values())
+            failed = start.silent(words, self.policy.start_timeout, said, strays=strays)
+        else:
+            failed = start.ended(words, process.gone.result(), said)
+        return self._unstarted(failed, process.pid)
+
+    def _unstarted(self, failed: FailedStart, pid: int | None = None) -> FailedStart:
+        told = {Names.EXECUTOR: self.name, Names.PID: pid, Names.EXIT_CODE: failed.how, Names.LINE: failed.lines}
+        told[Names.ERROR] = str(failed.error(retry_after=0.0))
+        logs.say(logging.ERROR, Event.EXECUTOR_NOT_STARTED, told, to=log)
+        return failed
 
     def _ended(self, process: ExecutorProcess, how: str) -> None:
         self._running.discard(process)
         self._taken.pop(process, None)
         for kind, count in process.counts.items():
             self.counts[f"stray_{kind}"] += count
-        if not process.killed:
-            self.counts["died"] += 1
+        if process.killed:
+            return
+        self.counts["died"] += 1
+        # Whoever starts it tells of one that never answered.
+        if process.answered:
             told = {Names.EXECUTOR: self.name, Names.PID: process.pid, Names.EXIT_CODE: how}
-            if not process.answered:
-                said = process.last_words or "it said nothing"
-                told[Names.ERROR] = f"{self._command.words[0]!r} ended before its first answer: {said}"[:MESSAGE]
             logs.say(logging.ERROR, Event.EXECUTOR_ENDED, told, to=log)
 
 

@@ -24,6 +24,7 @@ from ergon_framework.executor import verdict
 from ergon_framework.executor.guard import Guard
 from ergon_framework.executor.lines import Overlong, Reason, Splitter
 from ergon_framework.executor.protocol import BadLine, ExecutionOutcome, read_outcome
+from ergon_framework.executor.start import LastLines
 from ergon_framework.policy import Policy
 from ergon_framework.telemetry import logs
 from ergon_framework.telemetry.names import LIBRARY, Event
@@ -93,8 +94,10 @@ class ExecutorProcess:
         self.killed = False
         #: Whether it has answered for a job that it did not have: its next answer may be another such one.
         self.suspect = False
-        #: What it wrote to stderr before its first answer that says most of why there was none, without credentials.
-        self.last_words = ""
+        #: How many requests it was sent.
+        self.asked = 0
+        #: What it wrote to stderr before its first answer.
+        self.last_lines = LastLines()
         self._retired = False
         self._leaving: asyncio.Future[None] | None = None
         self._loop = asyncio.get_running_loop()
@@ -143,6 +146,7 @@ class ExecutorProcess:
                 ExecutorReleased("the executor has this job already; nothing was sent", retry_after=1.0)
             )
             return flight
+        self.asked += 1
         self._flights[job_id] = flight
         if trace_id is not None:
             self._trace[job_id] = trace_id
@@ -305,7 +309,7 @@ class ExecutorProcess:
         if isinstance(line, Overlong):
             return
         if not self.answered:
-            self._remember(line)
+            self.last_lines.add(line)
         if not log.isEnabledFor(logging.INFO):
             return
         told: dict[str, Any] = {Names.LINE: masked(line.decode(errors="replace")[:SAID]), Names.PID: self.pid}
@@ -314,12 +318,6 @@ class ExecutorProcess:
             (job_id,) = self._flights
             told |= {Names.TRANSACTION_ID: job_id, Names.TRACE_ID: self._trace.get(job_id)}
         logs.say(logging.INFO, Event.EXECUTOR_SAID, told, to=log)
-
-    def _remember(self, line: bytes) -> None:
-        # A traceback goes on behind its error in some languages, and ends with it in others.
-        words = masked(line.decode(errors="replace")[:SAID]).strip()
-        if words and ("rror" in words or "rror" not in self.last_words):
-            self.last_words = words
 
     # -- the end ----------------------------------------------------------------------------------
 

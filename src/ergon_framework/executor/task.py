@@ -8,9 +8,15 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    asynccontextmanager,
+    contextmanager,
+    suppress,
+)
 from threading import Thread
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from ergon_framework import scope
 from ergon_framework.errors import ConfigurationError
@@ -25,6 +31,10 @@ from ergon_framework.telemetry.context import outbound
 from ergon_framework.transaction import Transaction
 
 T = TypeVar("T", bound=Task | AsyncTask)
+#: Seconds that a task waits for its first executor before it takes work.
+_FIRST: Final = 5.0
+#: The share of the step's time that goes by at most while nobody is up.
+_START: Final = 0.75
 
 
 def isolated(task: T, command: Command, *, handler: str | None = None, pool: PoolPolicy | None = None) -> T:
@@ -64,6 +74,10 @@ class _Isolation:
         """The pool, on the loop that is running."""
         async with ExecutorPool(self.command, policy=self._policy, name=self._name) as pool:
             self._pool = pool
+            # The clock of a step runs while its body waits for a start; the first one is nobody's time.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_FIRST):
+                    await pool.tried()
             try:
                 yield
             finally:
@@ -103,16 +117,20 @@ class _Isolation:
     async def _run(self, transaction: Transaction, below: scope.Scope | None, carrier: Mapping[str, str]) -> Any:
         if self._pool is None:
             raise PoolClosed("the executors are not open; run the task with run(), or within opened()")
-        outcome = await self._pool.run(
-            self._handler,
-            [transaction.payload],
-            job_id=transaction.id,
-            timeout=None if below is None else below.remaining(),
-            attempt_number=1 if below is None else below.attempt + 1,
-            enqueued_at=transaction.created_at,
-            queue_name=transaction.source or "default",
-            carrier=carrier or transaction.trace,
-        )
+        left = None if below is None else below.remaining()
+        # The step's time runs meanwhile. Whoever has lost so much of it to a start comes back later, at no cost.
+        with await self._pool.reserve(start_within=None if left is None else _START * left) as place:
+            outcome = await self._pool.run(
+                self._handler,
+                [transaction.payload],
+                job_id=transaction.id,
+                timeout=None if below is None else below.remaining(),
+                attempt_number=1 if below is None else below.attempt + 1,
+                enqueued_at=transaction.created_at,
+                queue_name=transaction.source or "default",
+                carrier=carrier or transaction.trace,
+                place=place,
+            )
         return _value(outcome)
 
 

@@ -484,6 +484,7 @@ class Event:
     EXECUTOR_STRAY: Final = "executor stray line"
     EXECUTOR_SAID: Final = "executor said"
     EXECUTOR_ENDED: Final = "executor ended"
+    EXECUTOR_NOT_STARTED: Final = "executor not started"
     JOB_STALE: Final = "job stale"
     JOB_KILLED: Final = "job killed"
     JOBS_UNWRITTEN: Final = "jobs unwritten"

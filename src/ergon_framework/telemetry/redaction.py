@@ -24,7 +24,7 @@ _HUMP: Final = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _IN_ADDRESS: Final = re.compile(r"(://)[^\s/@]+@")
 _BEARER: Final = re.compile(r"\b(bearer|basic)\s+[^\s,;'\"]+", re.IGNORECASE)
 _ASSIGNED: Final = re.compile(
-    rf"((?:\b|_)(?:{_WORDS})s?[\"']?\s*[=:]\s*)(\"[^\"]*\"|'[^']*'|[^\s,;&)}}\]]+)", re.IGNORECASE
+    rf"((?:\b|_)(?:{_WORDS})s?[\"']?\s*[=:]\s*)({re.escape(HIDDEN)}|\"[^\"]*\"|'[^']*'|[^\s,;&)}}\]]+)", re.IGNORECASE
 )
 
 

@@ -24,6 +24,7 @@ from ergon_framework.executor.lines import MAX_LINE, LineError
 from ergon_framework.executor.pool import ExecutorPool, PoolClosed, PoolPolicy
 from ergon_framework.executor.process import _GATE, Command, ExecutorReleased, Limits
 from ergon_framework.executor.protocol import Status, read_outcome
+from ergon_framework.executor.start import ExecutorNotStarted
 from ergon_framework.task.mixins.policies import RetryPolicy
 from ergon_framework.telemetry.metrics import registry_of
 from ergon_framework.telemetry.names import METRICS, Attribute
@@ -436,42 +437,152 @@ def test_an_answer_that_cannot_be_read_is_an_error_of_its_own_job():
     assert (got.status, got.error_type) == (Status.ERROR, "bad_outcome")
 
 
+def started(*words, folder=None, **policy):
+    """A pool whose executors do not start."""
+    wrong = Command(words=words, environment={"PATH": os.environ["PATH"]}, folder=folder)
+    return ExecutorPool(wrong, policy=PoolPolicy(**{"size": 1, "grace": 0.2} | policy))
+
+
+MUTE = "import sys; print('up, token=abc', file=sys.stderr); print('hello', flush=True); sys.stdin.read()"
+
+
+@pytest.mark.spec("EXE-20")
 @pytest.mark.parametrize(
-    "words, said",
+    "words, seen, do",
     [
-        (("./there-is-no-such-program",), "there-is-no-such-program' ended before its first answer: .*not found"),
-        ((sys.executable, "-c", "import none_such"), "No module named 'none_such'"),
-        ((sys.executable, "-c", "print(1 / 0) or print()"), "ZeroDivisionError: division by zero"),
-        (("true",), "'true' ended before its first answer: it said nothing"),
+        (
+            ("./there-is-no-such-program",),
+            "'./there-is-no-such-program' ended before its first answer, with exit code 127: it wrote .*not found",
+            "the environment of its Command has the PATH to it",
+        ),
+        (
+            (sys.executable, "-c", "import none_such"),
+            r"with exit code 1: it wrote ModuleNotFoundError: No module named 'none_such' \| .*line 1, in <module>",
+            "ergon executor check -- ",
+        ),
+        ((sys.executable, "-c", "print(1 /) or print()"), "with exit code 1: it wrote SyntaxError: ", "check -- "),
+        ((sys.executable, "nowhere.py"), "with exit code 2: it wrote .*nowhere.py.*No such file", "check -- "),
+        (("true",), "'true' ended before its first answer, with exit code 0: it wrote nothing to stderr", "check -- "),
+        (("sh", "-c", "kill -9 $$"), "ended before its first answer, with SIGKILL: it wrote nothing", "check -- "),
+        (
+            (sys.executable, "-S", "-c", MUTE),
+            r"within 1 s \(it wrote 1 other lines to stdout\) and was killed: it wrote up, token=\[hidden\]$",
+            "answer each line of stdin with one on stdout, and flush it",
+        ),
     ],
 )
-def test_an_executor_that_ends_before_its_first_answer_says_why(words, said, caplog):
+def test_who_waits_for_an_executor_that_does_not_start_is_told_why_and_what_to_do(words, seen, do, caplog):
     async def main():
-        wrong = Command(words=words, environment={"PATH": os.environ["PATH"]})
-        async with ExecutorPool(wrong, policy=PoolPolicy(size=1)) as pool:
-            await until(lambda: pool.counts["died"] >= 1)
+        async with started(*words, start_timeout=1 if MUTE in words else 30) as pool, asyncio.timeout(15):
+            with pytest.raises(ExecutorNotStarted) as caught:
+                await pool.run("echo", [1], job_id="a", timeout=60)
+            return caught.value
+
+    error = asyncio.run(main())
+    assert re.search(seen, error.seen), error.seen
+    assert do in error.do
+    assert str(error) == f"{error.seen}; {error.do}"
+    # Nothing was sent: it costs no attempt.
+    assert (error.later, error.final, error.code) == (True, False, "executor_not_started")
+    assert error.retry_after >= 1
+    told = next(record for record in caplog.records if record.msg == "executor not started")
+    assert (told.levelname, told.error) == ("ERROR", str(error))
+    assert not [record for record in caplog.records if record.msg == "executor ended"]
+
+
+def test_a_folder_that_is_not_there_is_named():
+    async def main():
+        async with started("true", folder="/nowhere/at-all") as pool, asyncio.timeout(15):
+            with pytest.raises(ExecutorNotStarted, match=r"'true' cannot be started: No such file.*'/nowhere/at-all'"):
+                await pool.reserve()
 
     asyncio.run(main())
-    told = next(record for record in caplog.records if record.msg == "executor ended")
-    assert re.search(said, told.error), told.error
 
 
-def test_an_executor_that_cannot_start_is_tried_again_with_waits():
-    async def body(pool):
-        job = asyncio.create_task(pool.run("echo", [1], job_id="a", timeout=5))
-        await until(lambda: pool.counts["failed_starts"] >= 3)
-        await pool.close()
-        with pytest.raises(PoolClosed):
-            await job
-        return pool.counts["failed_starts"]
+def test_all_that_is_told_of_a_failed_start_is_bounded_and_without_credentials(caplog):
+    lines = "('x' * 5000 + ' password=hunter2\\n') * 500 + 'Error: dsn=abc\\n' + 'at y\\n' * 20"
+    noise = f"import sys; sys.stderr.write({lines})"
 
     async def main():
-        wrong = Command(words=("./there-is-no-such-program",), environment={})
-        policy = PoolPolicy(size=1, restart=RetryPolicy(backoff=0.01, multiplier=2, cap=1))
-        async with ExecutorPool(wrong, policy=policy) as pool:
-            return await body(pool)
+        async with started(sys.executable, "-S", "-c", noise, "--token", "abc") as pool, asyncio.timeout(15):
+            with pytest.raises(ExecutorNotStarted) as caught:
+                await pool.reserve()
+            return str(caught.value)
 
-    assert asyncio.run(main()) < 20
+    told = asyncio.run(main())
+    assert len(told) <= 500
+    # What says most is told first, although much was written after it.
+    assert "it wrote Error: dsn=[hidden] | at y | " in told
+    record = next(record for record in caplog.records if record.msg == "executor not started")
+    assert record.line.startswith("Error: dsn=[hidden] | … | at y")
+    assert len(record.line) < 4000
+    assert "hunter2" not in record.line + told
+
+
+def test_an_executor_that_does_not_start_is_tried_again_with_waits():
+    async def main():
+        began, restart = time.monotonic(), RetryPolicy(backoff=0.2, multiplier=2, cap=1)
+        async with started("./there-is-no-such-program", restart=restart) as pool:
+            await until(lambda: pool.counts["failed_starts"] >= 3)
+        return time.monotonic() - began
+
+    assert asyncio.run(main()) >= 0.2 + 0.4
+
+
+def test_who_comes_between_two_starts_is_told_at_once_and_not_kept():
+    async def main():
+        restart = RetryPolicy(backoff=60, cap=60)
+        async with started("./there-is-no-such-program", restart=restart) as pool, asyncio.timeout(15):
+            for _ in range(3):
+                with pytest.raises(ExecutorNotStarted) as caught:
+                    await pool.reserve()
+            return caught.value.retry_after, pool.counts["failed_starts"], len(pool._waiting)
+
+    after, starts, waiting = asyncio.run(main())
+    # It comes back when there is something new to be known.
+    assert 30 < after <= 60
+    assert (starts, waiting) == (1, 0)
+
+
+def test_one_that_answers_and_leaves_before_it_has_a_job_is_not_started_in_a_hot_loop():
+    leaves = "import json, sys; print(json.dumps({'job_id': json.loads(input())['job_id'], 'status': 'success'}))"
+
+    async def main():
+        began, restart = time.monotonic(), RetryPolicy(backoff=1, multiplier=1)
+        async with started(sys.executable, "-S", "-c", leaves, restart=restart) as pool:
+            await until(lambda: pool.counts["started"] >= 3)
+        return time.monotonic() - began
+
+    assert asyncio.run(main()) >= 2
+
+
+def test_a_pool_that_could_not_start_works_as_soon_as_it_can(tmp_path):
+    program, works = tmp_path / "late.py", Path(PROGRAM).read_text(encoding="utf-8")
+
+    async def main():
+        restart = RetryPolicy(backoff=0.05, multiplier=1)
+        async with started(sys.executable, "-S", str(program), "0", restart=restart) as pool, asyncio.timeout(15):
+            with pytest.raises(ExecutorNotStarted, match=r"late\.py"):
+                await pool.reserve()
+            assert pool.unstarted is not None
+            program.write_text(works, encoding="utf-8")
+            await until(lambda: pool.unstarted is None)
+            return (await pool.run("echo", [1], job_id="a", timeout=5)).result
+
+    assert asyncio.run(main()) == 1
+
+
+def test_one_that_is_up_serves_those_who_wait_while_another_does_not_start(tmp_path):
+    first = f"mkdir {tmp_path}/taken || exit 3; exec {sys.executable} -S {PROGRAM} 0"
+
+    async def main():
+        async with started("sh", "-c", first, size=2) as pool, asyncio.timeout(15):
+            await until(lambda: pool.counts["failed_starts"] and pool._up)
+            hold = asyncio.create_task(pool.run("sleep", [0.3], job_id="a", timeout=5))
+            beside = asyncio.create_task(pool.run("echo", [2], job_id="b", timeout=5))
+            return (await hold).status, (await beside).result
+
+    assert asyncio.run(main()) == (Status.SUCCESS, 2)
 
 
 @pytest.mark.parametrize("policy", [{"max_jobs": 2}, {"max_age": 0.001}, {"max_memory": 1}])

@@ -17,6 +17,7 @@ from ergon_framework.executor.pool import PoolPolicy
 from ergon_framework.executor.process import Command
 from ergon_framework.executor.task import isolated
 from ergon_framework.task.mixins.consumer import AsyncConsumerMixin, ConsumerMixin
+from ergon_framework.task.report import Kind
 
 PROGRAM = str(Path(__file__).with_name("stubborn.py"))
 COMMAND = Command(words=(sys.executable, "-S", PROGRAM, "0", "stubborn"), environment={"PATH": os.environ["PATH"]})
@@ -25,7 +26,7 @@ RETRY = {"max_attempts": 2, "timeout": 0.3, "backoff": 0, "abandon_grace": 3.0}
 POLICY = ConsumerPolicy.load({"loop": {"concurrency": {"value": 4}}, "steps": {"process": {"retry": RETRY}}})
 
 
-def consumed(flavour, handler, *payloads, policy=POLICY):
+def consumed(flavour, handler, *payloads, policy=POLICY, command=COMMAND, pool=POOL):
     """Run a function consumer over *payloads*; what its handlers were told, by transaction."""
     connector, told = MemoryConnector("orders"), {}
     connector.dispatch([Transaction(str(number), payload) for number, payload in enumerate(payloads)])
@@ -43,7 +44,7 @@ def consumed(flavour, handler, *payloads, policy=POLICY):
         def failed(payload, error, transaction):
             told[transaction.id] = error
 
-        report = isolated(task, COMMAND, handler=handler, pool=POOL).run()
+        report = isolated(task, command, handler=handler, pool=pool).run()
     else:
 
         @consumer(connector, policy=policy, name="orders")
@@ -57,7 +58,7 @@ def consumed(flavour, handler, *payloads, policy=POLICY):
         async def failed(payload, error, transaction):
             told[transaction.id] = error
 
-        report = asyncio.run(isolated(task, COMMAND, handler=handler, pool=POOL).run())
+        report = asyncio.run(isolated(task, command, handler=handler, pool=pool).run())
     return [told[key] for key in sorted(told)], report
 
 
@@ -91,6 +92,25 @@ def test_a_job_that_kills_its_executor_fails_after_its_attempts(flavour):
     told, report = consumed(flavour, "exit", 9)
     assert (told[0].category, told[0].code) == (Category.SYSTEM, "executor_died")
     assert report.failures[-1].attempts == 2
+
+
+@pytest.mark.spec("EXE-20", "EXE-28")
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (("./there-is-no-such-program",), "ended before its first answer, with exit code 127"),
+        ((sys.executable, "-S", "-c", "import sys; sys.stdin.read()"), "has not announced itself within 1.5 s"),
+    ],
+)
+def test_what_found_no_executor_up_comes_back_later_at_no_cost(flavour, words, said, caplog):
+    patient = {"steps": {"process": {"retry": {"max_attempts": 1, "timeout": 2.0}}}}
+    command = Command(words=words, environment={"PATH": os.environ["PATH"]})
+    policy, began = ConsumerPolicy.load(patient), time.monotonic()
+    told, report = consumed(flavour, "echo", 1, policy=policy, command=command, pool=PoolPolicy(size=1, grace=0.2))
+    assert time.monotonic() - began < 10
+    # No handler was told of a failure, and no attempt was made.
+    assert (told, report.counts[Kind.DEFERRED], report.abandoned) == ([], 1, 0)
+    assert said in next(record for record in caplog.records if record.msg == "executor not started").error
 
 
 @pytest.mark.spec("EXE-28")

@@ -69,6 +69,11 @@ class Started(NamedTuple):
 class GiveBack(NamedTuple):
     """Nothing was sent, or it was interrupted for somebody else's sake: the attempt does not count."""
 
+    #: Seconds before the job is tried again.
+    delay: float = 0.0
+    words: str = "nothing was sent, or it was interrupted for another job's sake"
+    code: str = "given_back"
+
 
 class End(NamedTuple):
     """How an attempt ended, to be written by the claim that it began with."""
@@ -130,7 +135,7 @@ def _written(end: End) -> dict[str, Any]:
     if isinstance(verdict, Complete):
         return told | {"state": "succeeded", "result": _WRITER.encode(verdict.result)}
     if isinstance(verdict, GiveBack):
-        return told | {"state": "pending", "delay": 0.0, "uncounted": 1}
+        return told | {"state": "pending", "delay": verdict.delay, "uncounted": 1}
     blame = verdict.blame
     told |= {"category": blame.category.value, "code": _fit(blame.code), "type": _fit(blame.error_type)}
     told |= {"words": _fit(blame.message), "traceback": _fit(blame.traceback)}

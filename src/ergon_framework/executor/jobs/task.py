@@ -26,9 +26,10 @@ from ergon_framework.executor.jobs.model import JobState
 from ergon_framework.executor.jobs.observe import Ended
 from ergon_framework.executor.jobs.queue import Held, JobQueue, Room
 from ergon_framework.executor.jobs.rules import MOST_AHEAD, engine_rules, with_attempts
-from ergon_framework.executor.pool import ExecutorPool, PoolClosed, PoolPolicy, Reservation
+from ergon_framework.executor.pool import NOBODY, ExecutorPool, PoolClosed, PoolPolicy, Reservation
 from ergon_framework.executor.process import Command
 from ergon_framework.executor.routing import NoRoute, route
+from ergon_framework.executor.start import ExecutorNotStarted
 from ergon_framework.executor.verdict import Again, Blame, Bury, Complete, judge
 from ergon_framework.failure import describe
 from ergon_framework.schema.lines import Lines
@@ -46,8 +47,6 @@ LOOK: Final = 0.5
 SWEEP: Final = 60.0
 #: Seconds that a job waits here for an executor before another orchestrator may have it.
 PATIENCE: Final = 2.0
-#: Seconds before a job comes back that found no executor running at all.
-NOBODY: Final = 1.0
 #: Below so many seconds a job, attempts begin before an executor is free, so that none waits for the database.
 BRISK: Final = 0.05
 #: The weight of the last job in that average.
@@ -226,9 +225,10 @@ class JobTask(AsyncConsumerMixin, AsyncTask):
         attempt = await self._start(desk, claim) if self._usual < BRISK else None
         place = pool.reserve_now() or await self._place(pool)
         if place is None:
+            untried = self._untried(pool)
             if attempt is not None:
-                return GiveBack()
-            raise later("no executor was free", 0.0 if pool.pids else NOBODY, code="no_executor")
+                return untried
+            raise later(untried.words, untried.delay, code=untried.code)
         with place:
             if attempt is None:
                 attempt = await self._start(desk, claim)
@@ -240,8 +240,15 @@ class JobTask(AsyncConsumerMixin, AsyncTask):
         try:
             async with asyncio.timeout(PATIENCE):
                 return await pool.reserve()
-        except (TimeoutError, PoolClosed):
+        except (TimeoutError, PoolClosed, ExecutorNotStarted):
             return None
+
+    def _untried(self, pool: ExecutorPool) -> GiveBack:
+        """Why there was no place, and when to look for one again: another orchestrator may have one meanwhile."""
+        error = pool.unstarted
+        if error is not None:
+            return GiveBack(NOBODY, describe(error), ExecutorNotStarted.code)
+        return GiveBack(0.0 if pool.pids else NOBODY, "no executor was free", "no_executor")
 
     async def _run(
         self, pool: ExecutorPool, transaction: Transaction, attempt: _Attempt, *, place: Reservation
@@ -320,7 +327,8 @@ class JobTask(AsyncConsumerMixin, AsyncTask):
             if isinstance(verdict, Again):
                 blame = verdict.blame
                 raise later(blame.message, verdict.delay, code=blame.code, category=blame.category)
-            raise later("nothing was sent, or it was interrupted for another job's sake", 0.0, code="given_back")
+            back = verdict if isinstance(verdict, GiveBack) else GiveBack()
+            raise later(back.words, back.delay, code=back.code)
         if state is JobState.FAILED and isinstance(verdict, Bury):
             self._tally.ended(Ended.FAILED)
             raise Buried(verdict.blame, 0 if attempt is None else attempt.started.attempt_number)
