@@ -135,6 +135,11 @@ def test_one_batch_follows_the_other_and_the_same_id_runs_once() -> None:
     assert call.watch.told == [2, "a", "b", 2, "c", "d", End.DONE]
 
 
+def test_what_it_produces_it_has_not_fetched() -> None:
+    call = Call("ab", **slots(2))
+    assert (call.started, call.production.in_hand, call.production.trouble) == ("ab", 0, None)
+
+
 def test_nothing_to_produce_is_done_at_once() -> None:
     report = Call("").report
     assert (report.end, report.outcomes) == (End.DONE, [])
