@@ -125,7 +125,7 @@ def test_a_conflict_stops_the_pair_and_is_said():
     assert state.halted
     assert isinstance(state.trouble.error, FactConflict)
     assert (state.trouble.message_id, state.trouble.offset) == ("plant-hub-1", 2)
-    assert "runbook" in state.trouble.action
+    assert "'A conflict' in the page" in state.trouble.action
     assert world.stores["hub"].end_of(EGRESS).offset == 1
     assert world.stores["plant"].cursor_of("hub", EGRESS).offset == 1
 
