@@ -203,13 +203,13 @@ def breaker(dsn, folder, *, processes, threads, latency, cooldown=2.0, threshold
         time.sleep(0.3)
         stop.touch()
         told_by = [worker.ended() for worker in [*workers, *late]]
-    before = [at for at in upstream.came if at < opened + cooldown]
-    probes = [at for at in upstream.came if opened + cooldown <= at < well_at]
     recovered = min(at for answer in told_by for at in answer["answered"]) - well_at
-    # By the clock of whoever called: on its way to a busy upstream a request may take longer than that. What began
-    # before the end of the cooldown and was let through after it is the probe.
-    sent = [times for answer in told_by for times in answer["sent"]]
-    unknowing = [began for began, passed in sent if began > known + UNKNOWING and passed < opened + cooldown]
+    # By the clock of whoever called, when he was let through: on its way to a busy upstream a request may take longer
+    # than a cooldown. What began before the end of the cooldown and was let through after it is the probe.
+    sent = sorted((passed, began) for answer in told_by for began, passed in answer["sent"])
+    before = [passed for passed, _ in sent if passed < opened + cooldown]
+    probes = [passed for passed, _ in sent if opened + cooldown <= passed < well_at]
+    unknowing = [began for passed, began in sent if began > known + UNKNOWING and passed < opened + cooldown]
     gaps = [later - sooner for sooner, later in itertools.pairwise(probes)]
     wells = sum((Counter(answer["well"]) for answer in told_by), Counter())
     return {
@@ -217,6 +217,7 @@ def breaker(dsn, folder, *, processes, threads, latency, cooldown=2.0, threshold
         and not unknowing
         and all(gap >= latency + cooldown * 0.9 for gap in gaps)
         and len(probes) >= 1
+        and len(upstream.came) <= len(sent)
         and recovered <= cooldown + RECOVERY
         and told_by[-1]["first"] == ["circuit_open"]
         and set(wells) == {"success"},
