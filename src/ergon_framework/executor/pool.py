@@ -456,7 +456,8 @@ class ExecutorPool:
         try:
             await self._sent(process, line, job_id, timeout=self.policy.start_timeout)
         except ErgonError:
-            return None
+            # Nothing was sent: it is ended with the pool, or had ended before it could be asked.
+            return None if process.killed else self._never_answered(process)
         return process if self._usable(process) else self._never_answered(process)
 
     def _never_answered(self, process: ExecutorProcess) -> FailedStart | None:

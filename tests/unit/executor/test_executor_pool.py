@@ -22,7 +22,7 @@ from ergon_framework.executor import process
 from ergon_framework.executor.guard import Guard
 from ergon_framework.executor.lines import MAX_LINE, LineError
 from ergon_framework.executor.pool import ExecutorPool, PoolClosed, PoolPolicy
-from ergon_framework.executor.process import _GATE, Command, ExecutorReleased, Limits
+from ergon_framework.executor.process import _GATE, Command, ExecutorProcess, ExecutorReleased, Limits
 from ergon_framework.executor.protocol import Status, read_outcome
 from ergon_framework.executor.start import ExecutorNotStarted
 from ergon_framework.task.mixins.policies import RetryPolicy
@@ -542,6 +542,25 @@ def test_who_comes_between_two_starts_is_told_at_once_and_not_kept():
     # It comes back when there is something new to be known.
     assert 30 < after <= 60
     assert (starts, waiting) == (1, 0)
+
+
+@pytest.mark.spec("EXE-20")
+def test_one_that_ended_before_it_could_be_asked_is_told_as_well(monkeypatch):
+    start = ExecutorProcess.start
+
+    async def too_late(*given):
+        made = await start(*given)
+        await made.gone
+        return made
+
+    monkeypatch.setattr(ExecutorProcess, "start", too_late)
+
+    async def main():
+        async with started("./there-is-no-such-program") as pool, asyncio.timeout(15):
+            await pool.reserve()
+
+    with pytest.raises(ExecutorNotStarted, match="exit code 127"):
+        asyncio.run(main())
 
 
 def test_one_that_answers_and_leaves_before_it_has_a_job_is_not_started_in_a_hot_loop():
