@@ -205,10 +205,22 @@ def _buried(verdict: Verdict, evidence: Evidence, orders: dict[str, Order]) -> C
 
 
 def _worn(evidence: Evidence, claims: list[Claim]) -> bool:
-    """Whether something was done to every worker that had it, except the last, who only buried it."""
-    claims = sorted(claims, key=lambda claim: claim.at)
+    """Whether something was done to every worker that had it, except those that only buried it.
+
+    Their order is that of the deliveries: a claim that arrived late was noted late. Deliveries that no worker noted
+    were taken from one that was struck before it could: a broker that pushes counts them too.
+    """
+    claims = sorted(claims, key=lambda claim: (claim.deliveries, claim.at))
+    buriers = [claim for claim in claims if claim.kind == "DeadLetter"]
+    claims = [claim for claim in claims if claim.kind != "DeadLetter"] + buriers[-1:]
     lasted = [later.at for later in claims[1:]]
-    return all(claim.comes_back or evidence.cause(claim, until) for claim, until in zip(claims, lasted, strict=False))
+    return all(
+        # One that was done was worn out beside that only if there were two of it.
+        evidence.doubled(claim.id, claims[-1].at)
+        if claim.kind == "Ack" and claim.result == "settled"
+        else claim.comes_back or evidence.cause(claim, until)
+        for claim, until in zip(claims, lasted, strict=False)
+    )
 
 
 # -- every second run has a cause ------------------------------------------------------------------

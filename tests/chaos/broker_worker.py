@@ -25,8 +25,12 @@ from ergon_framework import Delivery
 from ergon_framework.connectors import schemes
 from ergon_framework.connectors.base import AsyncConnector, Connector
 from ergon_framework.connectors.postgres import PostgresQueue
+from ergon_framework.connectors.rabbitmq.consumer import Consumer
+from ergon_framework.connectors.rabbitmq.message import Message
+from ergon_framework.connectors.rabbitmq.settling import Settler
 from ergon_framework.runner.queues import NamedQueue
 from tests.chaos.journal import Journal
+from tests.chaos.verdict import named
 from tests.chaos.worker import QUEUE, AsyncWorker, Purse, ThreadsWorker, policy
 
 #: Seconds for which a transaction may be held, all attempts together.
@@ -75,6 +79,51 @@ class Journalled(NamedQueue):
         return results
 
 
+def order_of(message: Message) -> str:
+    """Which order it is of: what strangers send has its id only in its body."""
+    return message.headers.get("ergon-id") or named(message.body)
+
+
+def note_passing(journal: Journal, who: str) -> None:
+    """Have it noted what RabbitMQ pushed to this process and went back without having been handed out.
+
+    That is publishing anew and acking, as with every release: a fault between the two leaves both.
+    """
+    numbers, give_back = itertools.count(1), Settler.give_back
+
+    async def noted(settler: Settler, messages: Sequence[Message]) -> None:
+        claims = [(f"{who}~{next(numbers)}", message) for message in messages]
+        for claim, message in claims:
+            journal.note("claim", claim, order_of(message), message.deliveries)
+            journal.note("settle", claim, "Release", "begun", time.time())
+        await give_back(settler, messages)
+        for claim, _ in claims:
+            journal.note("settle", claim, "Release", "passed on", time.time())
+
+    Settler.give_back = noted  # type: ignore[method-assign]
+
+
+def note_tags(path: Path) -> None:
+    """Have a file of what RabbitMQ handed to this process and what it was told of it, by tag.
+
+    Not for the verdict: should something be lost, it says who had it last, and whether he acked it.
+    """
+    file = path.open("a", buffering=1, encoding="utf-8")
+    note, ack = Consumer._note, Consumer.ack
+
+    def noted(consumer: Consumer, message: Message) -> None:
+        words = order_of(message), *message.receipt, message.deliveries
+        file.write(json.dumps([time.time(), "seen", *words]) + "\n")
+        note(consumer, message)
+
+    def acked(consumer: Consumer, messages: Sequence[Message]) -> bool:
+        done = ack(consumer, messages)
+        file.write(json.dumps([time.time(), "acked", done, *(message.receipt for message in messages)]) + "\n")
+        return done
+
+    Consumer._note, Consumer.ack = noted, acked  # type: ignore[method-assign]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("flavour", choices=["threads", "async"])
@@ -88,6 +137,8 @@ def main() -> int:
     given = parser.parse_args()
     logging.basicConfig(level=logging.ERROR)
     journal = Journal(given.journal)
+    note_passing(journal, given.who)
+    note_tags(given.journal.with_suffix(".tags"))
     queue = Journalled(schemes.connect(QUEUE, given.url, given.options), journal, given.who)
     # Never opened: it only writes marks, on the handlers' own connections.
     inbox = PostgresQueue(QUEUE, dsn=given.dsn, inbox=True)

@@ -129,6 +129,8 @@ class Torment:
             return False
         try:
             life, began = berth.life, time.time()
+            # Before it is done: whoever sees it end must know by whom.
+            life.killed = True
             life.killed = send(life, signal.SIGKILL)
             if not life.killed:
                 return False

@@ -26,6 +26,8 @@ BETWEEN = "__"
 FILE = 1_000_000
 VALUE = 65_536
 DEPTH = 12
+#: As many keys of a section are all named to whoever knows none of them.
+_FEW = 5
 
 Keys: TypeAlias = tuple[str, ...]
 #: What stands behind a key whose type does not tell, by the model and the key.
@@ -235,7 +237,11 @@ def _nearest(keys: Keys, here: list[str], model: type[Policy], shapes: Shapes) -
     # The right word in the wrong place is the next most common slip.
     ends = {path[-1]: path for path in known(model, shapes)}
     far = get_close_matches(keys[-1], ends, n=1)
-    return f"did you mean {'.'.join(ends[far[0]])!r}?" if far else f"known here are {', '.join(here)}"
+    if not far:
+        return f"known here are {', '.join(here)}"
+    question = f"did you mean {'.'.join(ends[far[0]])!r}?"
+    # Another word in the right place: of a few all can be said.
+    return f"{'.'.join(keys[:-1])} has {', '.join(here)}; {question}" if keys[:-1] and len(here) <= _FEW else question
 
 
 def explained(error: ValidationError, given: Given) -> str:

@@ -105,6 +105,7 @@ def test_a_variable_is_read_as_toml_where_it_is_some_and_as_text_otherwise(text,
         ("[runn]\nprocesses = 3", "unknown key 'runn'; did you mean 'run'?"),
         ("processes = 3", "unknown key 'processes'; did you mean 'run.processes'?"),
         ("[run]\nzzzzz = 3", "known here are processes, drain_timeout, pausable, restart, probes"),
+        ("[postgres]\nurl = 'x'", "unknown key 'postgres.url'; postgres has dsn; did you mean 'redis.url'?"),
         ("[tasks.charge]\npolicies = 3", "did you mean 'tasks.charge.policy'?"),
         (
             "[tasks.charge.policy.loop]\nstreeming = true",

@@ -32,6 +32,10 @@ from ergon_framework.errors import ConnectionLost
 
 #: Seconds that a push may take that the server has announced.
 _PUSH: Final = 0.25
+#: Seconds that it may take before consumers are given up, which costs whatever is still on its way to them.
+_LAST_PUSH: Final = 2.0
+#: Seconds that one who leaves waits for what was asked for.
+_LEAVING: Final = 1.0
 #: Seconds between two looks of one who waits while nothing is pushed.
 _PAUSE: Final = 0.05
 #: Seconds after which what nobody asks for goes back: whoever stopped asking must not keep it from others.
@@ -70,6 +74,8 @@ class Consumer:
         self._opening = asyncio.Lock()
         self._getting = asyncio.Lock()
         self._channel: Channel | None = None
+        #: Nothing is handed out any more; nothing is open any more.
+        self._leaves = False
         self._ended = False
         #: The number of the channel that is open; 0 when none is.
         self.number = 0
@@ -112,7 +118,7 @@ class Consumer:
         """At most so many of what came; from any thread."""
         found: list[Message] = []
         with suppress(IndexError):
-            while len(found) < most:
+            while len(found) < most and not self._leaves:
                 found.append(self.waiting.popleft())
         return found
 
@@ -214,7 +220,7 @@ class Consumer:
         if not self.waiting:
             return
         if time.time() - self.waiting[0].seen >= _STALE:
-            self._surplus.extend(self.take(len(self.waiting)))
+            self._put_aside()
             self._be_careful()
         else:
             self._look_later()
@@ -223,16 +229,22 @@ class Consumer:
         """Have nothing pushed any more, and give back what waits: it comes again when it is asked for."""
         if not self._careful:
             self._careful = True
-            self._surplus.extend(self.take(len(self.waiting)))
+            self._put_aside()
         if not self._is_calming:
             self._calming = heeded(self._calm())
+
+    def _put_aside(self) -> None:
+        """What waits is to go back; from any thread some of it may be taken at the same time."""
+        with suppress(IndexError):
+            while True:
+                self._surplus.append(self.waiting.popleft())
 
     @property
     def _is_calming(self) -> bool:
         return self._calming is not None and not self._calming.done()
 
     async def _calm(self) -> None:
-        end = time.monotonic() + _PUSH
+        end = time.monotonic() + _LAST_PUSH
         # The server counts a delivery for whatever is on its way when it is told to stop. So it is told when it has
         # nothing to push, or may not push any more.
         while len(self._unacked) - len(self._got) < self._room and time.monotonic() < end:
@@ -256,7 +268,7 @@ class Consumer:
         async with self._getting:
             # Whoever is handed out next may be the one that ends this process; nobody else is to pay for it.
             await self._calmed()
-            while self._careful and len(self.waiting) < min(most, _AT_ONCE):
+            while self._careful and not self._leaves and len(self.waiting) < min(most, _AT_ONCE):
                 channel = await self._opened()
                 async with self._connection.answering("get a message"):
                     try:
@@ -332,10 +344,15 @@ class Consumer:
             self._arrived()
 
     async def empty(self) -> None:
-        """Have nothing pushed any more, and give back what nobody took."""
+        """Hand out nothing any more, have nothing pushed, and give back what nobody took."""
+        self._leaves = True
+        # Whoever was asking may have gone, but what was asked for still comes, and would cost a delivery.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LEAVING), self._getting:
+                pass
         await self._calmed()
         if self._channel is not None and self._channel.is_open and (self.waiting or self._consumers):
-            self._surplus.extend(self.take(len(self.waiting)))
+            self._put_aside()
             self._be_careful()
         await self._calmed()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 from ergon_framework.connectors.base import (
     Ack,
@@ -24,7 +25,7 @@ from ergon_framework.connectors.rabbitmq import graves, topology
 from ergon_framework.connectors.rabbitmq.consumer import Consumer
 from ergon_framework.connectors.rabbitmq.message import Message, Outgoing
 from ergon_framework.connectors.rabbitmq.sending import Sender
-from ergon_framework.errors import ConnectionLost
+from ergon_framework.errors import ConnectionLost, ErgonError
 from ergon_framework.failure import Failure
 
 SETTLED, LOST, FAILED = SettleResult.SETTLED, SettleResult.LOST, SettleResult.FAILED
@@ -76,6 +77,10 @@ class Settler:
         living = [(0, message, _released(self._queue, message)) for message in kept]
         done = {id(message) for _, message in await self._published(living)}
         self._consumer.ack([message for message in kept if id(message) in done])
+        # What is handed out next may end this process, and with it every ack that is not in the queue's log.
+        if done:
+            with suppress(ErgonError):
+                await self._consumer.written()
         self._consumer.hold([message for message in kept if id(message) not in done])
 
     async def _published(self, living: list[tuple[int, Message, Outgoing]]) -> list[tuple[int, Message]]:
