@@ -4,8 +4,9 @@ python bench/brokers/contest/ours.py rate URL COUNT CONCURRENCY async|threads
 python bench/brokers/contest/ours.py fill URL COUNT
 python bench/brokers/contest/ours.py share URL CONCURRENCY        begins when a line comes on stdin
 
-Default policies, which have timeouts and retries for each step; 100 are fetched and prefetched at a time, as peers and
-the bare client are let.
+Default policies, which have timeouts and retries for each step, the timeouts shorter: RabbitMQ takes back what is held
+for half an hour, and a policy that would let it be held for longer is refused. 100 are fetched and prefetched at a time,
+as peers and the bare client are let.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from ergon_framework.connectors import schemes
 from ergon_framework.connectors.bridge import as_async, as_sync
 
 AT_ONCE = 500
+#: Seconds of each step.
+TIMEOUT = 4.0
 
 
 class Async(AsyncConsumerMixin):
@@ -36,7 +39,8 @@ class Threaded(ConsumerMixin):
 
 def policy(concurrency, **loop):
     told = {"concurrency": {"value": concurrency}, "batch": {"size": 100}, "prefetch": 100}
-    return ConsumerPolicy.load({"loop": told | loop})
+    steps = {name: {"retry": {"timeout": TIMEOUT}} for name in ("process", "success", "exception", "settle")}
+    return ConsumerPolicy.load({"loop": told | loop, "steps": steps})
 
 
 def queue(url, name=NAME):
