@@ -5,8 +5,8 @@ python bench/brokers/contest/ours.py fill URL COUNT
 python bench/brokers/contest/ours.py share URL CONCURRENCY        begins when a line comes on stdin
 
 Default policies, which have timeouts and retries for each step, the timeouts shorter: RabbitMQ takes back what is held
-for half an hour, and a policy that would let it be held for longer is refused. 100 are fetched and prefetched at a time,
-as peers and the bare client are let.
+for half an hour, so a policy that may hold it longer is refused. 100 are fetched and prefetched at a time, as peers and
+the bare client are let.
 """
 
 from __future__ import annotations
