@@ -55,7 +55,7 @@ types: $(STAMP) ## mypy, strict, on src
 # followed word by word has a wheel, an environment and often servers of its own.
 EXAMS := $(addprefix tests/conformance/test_,broken.py memory.py facts.py executors.py s3.py)
 EXAMS += $(addprefix tests/conformance/test_,postgres.py rabbitmq.py nats.py redis.py)
-EXAMS += $(addprefix tests/conformance/test_boundary_,postgres.py service.py) tests/conformance/test_facts_postgres.py
+EXAMS += $(addprefix tests/conformance/test_boundary_,postgres.py service.py)
 EXAMS += $(addprefix tests/integration/test_,nats_cluster.py redis_idle.py jobs_cron.py)
 EXAMS += $(addprefix tests/integration/test_,s3_contents.py facts_postgres.py replication.py)
 EXAMS += $(addprefix tests/integration/test_facts_,access.py service.py)
@@ -68,13 +68,15 @@ EXAMS += $(addprefix tests/integration/test_,provider_task_wrapper.py provider_w
 EXAMS += $(addprefix tests/integration/test_facts_,cli.py replicate.py)
 EXAMS += $(addprefix tests/integration/test_rabbitmq_,idle.py refusals.py together.py traps.py)
 EXAMS += tests/servers/test_postgres.py
+# Sits the exam a second time, as what is in front of it changes little.
+POOLED := tests/conformance/test_postgres.py::test_postgres_behind_a_pooler
 # Too slow for the gate: killed at every step or at a hundred random ones, every call of a store made to fail in turn,
 # hundreds of transactions around one that kills, plans by the thousand against real stores.
 TRIALS := $(addprefix tests/integration/test_facts_,killed.py consumer_killed.py side_killed.py faults.py)
 TRIALS += $(addprefix tests/integration/test_,contents_killed.py dlq_replay_killed.py rabbitmq_killed.py nats_killed.py)
 TRIALS += $(addprefix tests/integration/test_jobs_,faults.py chaos.py) tests/integration/test_provider_fleet.py
 TRIALS += $(addprefix tests/integration/test_,poison.py three_effects.py postgres_rivals.py new_project.py)
-TRIALS += $(addprefix tests/properties/test_,fact_store.py replicas.py)
+TRIALS += $(addprefix tests/properties/test_,fact_store.py replicas.py) tests/conformance/test_facts_postgres.py
 DOCUMENTS := tests/docs
 APART := $(patsubst %,--ignore=%,$(EXAMS) $(TRIALS))
 # The engine's rules, in both variants. Noting every line costs as much as the tests themselves, so it is done where it proves most.
@@ -113,10 +115,10 @@ format: $(STAMP) ## let ruff put the files into shape
 	$(BIN)/ruff format .
 
 exam: $(STAMP) ## every connector and every executor takes its exam, and jobs theirs, against servers that the tests start
-	$(PYTEST) -n $(EXAMINERS) -q $(EXAMS) $(ALONE) -q $(EXAMS); }
+	$(PYTEST) -n $(EXAMINERS) -q $(EXAMS) --deselect=$(POOLED) $(ALONE) -q $(EXAMS) --deselect=$(POOLED); }
 
 trials: $(STAMP) ## kills at every step, poison, faults of every call: tests too slow for the gate; about 7 minutes
-	$(PYTEST) -n $(EXAMINERS) -q $(TRIALS) $(ALONE) -q $(TRIALS); }
+	$(PYTEST) -n $(EXAMINERS) -q $(TRIALS) $(POOLED) $(ALONE) -q $(TRIALS) $(POOLED); }
 
 demo: $(STAMP) ## examples/shop: two sites, ORDERS=200 orders from a queue to a ledger, and the books; about a minute
 	$(BIN)/python examples/shop/demo.py --orders $(or $(ORDERS),200)
