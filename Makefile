@@ -116,7 +116,7 @@ format: $(STAMP) ## let ruff put the files into shape
 exam: $(STAMP) ## every connector and every executor takes its exam, and jobs theirs, against servers that the tests start
 	$(PYTEST) -n $(EXAMINERS) -q $(EXAMS) --deselect=$(POOLED) $(ALONE) -q $(EXAMS) --deselect=$(POOLED); }
 
-trials: $(STAMP) ## kills at every step, poison, faults of every call: tests too slow for the gate; about 7 minutes
+trials: $(STAMP) ## kills at every step, poison, faults of every call: tests too slow for the gate; a quarter of an hour
 	$(PYTEST) -n $(EXAMINERS) -q $(TRIALS) $(POOLED) $(ALONE) -q $(TRIALS) $(POOLED); }
 
 demo: $(STAMP) ## examples/shop: two sites, ORDERS=200 orders from a queue to a ledger, and the books; about a minute

@@ -1,7 +1,8 @@
 """Looks for careless code and for secrets: `python tools/scan.py FOLDER`, where FOLDER holds bandit and detect-secrets.
 
 Every finding must be listed in tools/scan.toml with its number and a reason, and every line there must be found.
-Comments in the code that silence a scanner are not obeyed, so that all exceptions are in one place.
+Comments in the code that silence a scanner are not obeyed, so that all exceptions are in one place; gitleaks, which is
+run where it is there, reads its own from .gitleaks.toml.
 """
 
 from __future__ import annotations
