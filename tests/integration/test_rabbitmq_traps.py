@@ -371,3 +371,26 @@ def test_acks_out_of_order_end_nobody_else(rabbitmq, name, queue):
     found = {delivery.transaction.id for delivery in claimed(queue, 2)}
     assert found == {held[2].transaction.id, held[4].transaction.id}
     assert not queue.fetch_transactions(5, wait=0.3)
+
+
+@pytest.mark.spec("CNN-02", "CNN-07")
+def test_an_ack_ends_nothing_that_came_over_another_channel(queue):
+    """Tags begin anew with every channel; one that is gone without a word must leave none behind to be taken for new.
+
+    An ack for a whole group ends all below its last tag, so that one in the wrong order would end the unhandled.
+    """
+
+    async def gone_without_a_word(station):
+        channel = station.consumer._channel
+        channel._closed.clear()
+        channel.close()
+
+    queue.dispatch(orders(8))
+    queue.settle([(delivery, Ack()) for delivery in claimed(queue, 8)[:4]])
+    queue._run(gone_without_a_word)
+    queue.dispatch([Transaction(f"late-{n}", {"n": n}) for n in range(4)])
+    came = sorted(claimed(queue, 8), key=lambda delivery: delivery.receipt.tag)
+    assert queue.settle([(delivery, Ack()) for delivery in came[4:]]) == [SettleResult.SETTLED] * 4
+    queue.close()
+    left = {delivery.transaction.id for delivery in claimed(queue, 4)}
+    assert left == {delivery.transaction.id for delivery in came[:4]}

@@ -99,7 +99,7 @@ class Provider(ABC, Generic[B, C]):
             idempotency_key=key,
             fingerprint="" if key is None else fingerprint(operation, payload),
             owner="" if key is None else _new_id(),
-            context=_completed(context, correlation, key),
+            context=context,
         )
 
     def _means(
@@ -301,18 +301,6 @@ def _visits(books: AsyncBooks) -> tuple[Callable[..., Any], Callable[..., Any]]:
 def _tenant(given: str | None) -> str:
     below = scope.current()
     return given or (None if below is None else below.tenant) or NO_TENANT
-
-
-def _completed(context: ProviderExecutionContext, correlation: str, key: str | None) -> ProviderExecutionContext:
-    if context.correlation_id == correlation and context.idempotency_key == key:
-        return context
-    return ProviderExecutionContext(
-        correlation_id=correlation,
-        idempotency_key=key,
-        timeout=context.timeout,
-        task_execution_id=context.task_execution_id,
-        name=context.name,
-    )
 
 
 def _recorded(books: Recording, row: AttemptRow) -> None:

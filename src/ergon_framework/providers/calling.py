@@ -244,13 +244,13 @@ class _Execution:
 
     def _body(self, number: int) -> Call:
         means, left, outer = self._means, max(0.0, self._left()), self._means.outer
-        given = self._request.context
+        request = self._request
         context = ProviderExecutionContext(
-            correlation_id=given.correlation_id,
-            idempotency_key=given.idempotency_key,
+            correlation_id=request.correlation_id,
+            idempotency_key=request.idempotency_key,
             timeout=left,
-            task_execution_id=given.task_execution_id,
-            name=given.name,
+            task_execution_id=request.context.task_execution_id,
+            name=request.context.name,
             attempt_number=number,
         )
         inner = None

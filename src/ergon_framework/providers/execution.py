@@ -100,4 +100,5 @@ class Request:
     fingerprint: str
     #: Unique for this call: the name under which it holds its key.
     owner: str
+    #: As it was given: what it leaves to the scope is above.
     context: ProviderExecutionContext

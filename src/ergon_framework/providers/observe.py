@@ -18,7 +18,7 @@ from ergon_framework.providers.execution import AttemptRow, ProviderExecutionRes
 from ergon_framework.telemetry import logs, names
 from ergon_framework.telemetry.metrics import Bound, Counts, Numbers, registry_of
 from ergon_framework.telemetry.names import LIBRARY, Attribute, Event, Field, Metric, Span
-from ergon_framework.telemetry.outgoing import outgoing
+from ergon_framework.telemetry.outgoing import Outgoing, found
 
 log: Final = logging.getLogger(f"{LIBRARY}.providers")
 
@@ -44,7 +44,8 @@ class Observer:
     def __init__(self, request: Request, *, cooldown: float = 0.0) -> None:
         self._request = request
         self._cooldown = cooldown
-        self._spans = outgoing(Span.PROVIDER_CALL, _which(request))
+        tracer = found()
+        self._spans = None if tracer is None else Outgoing(tracer, Span.PROVIDER_CALL, _which(request))
 
     def attempt(self, number: int) -> Context | None:
         spans = self._spans
@@ -58,7 +59,7 @@ class Observer:
         metric = _HOLDING.get(type(error))
         if metric is None:
             # A call that failed had its quota; that the breaker is closed only a success says.
-            freed = (names.PROVIDER_EXHAUSTED,) if error is not None else tuple(_HOLDING.values())
+            freed = (names.PROVIDER_EXHAUSTED,) if error is not None else _HOLDING.values()
             tally.free(row.capability, row.tenant_id, freed)
         else:
             seconds = 0.0 if error is None or error.retry_after is None else error.retry_after

@@ -163,8 +163,11 @@ class AsyncCaller:
                     # What does not wait need not be a coroutine.
                     if type(answer) is Ok and hasattr(answer.value, "__await__"):
                         answer = await _made_async(answer.value)
+                elif type(effect) is Call:
+                    answer = await self._made_elsewhere(effect)
                 else:
-                    answer = await self._performed(effect)
+                    answer = None
+                    await _slept(effect)
             except asyncio.CancelledError as error:
                 if struck is not None:
                     script.close()
@@ -176,14 +179,6 @@ class AsyncCaller:
             raise struck
         finally:
             del struck  # a frame that holds the exception which holds the frame
-
-    async def _performed(self, effect: Any) -> Any:
-        if type(effect) is Call:
-            return await self._made_elsewhere(effect)
-        if type(effect) is Sleep:
-            await asyncio.sleep(max(0.0, effect.until - asyncio.get_running_loop().time()))
-            return None
-        raise _unknown(effect)
 
     async def _made_elsewhere(self, call: Call) -> Answer:
         loop = asyncio.get_running_loop()
@@ -274,20 +269,20 @@ def _body(call: Call) -> Any:
     return checked(call.fn(*call.args))
 
 
-async def _body_async(call: Call) -> Answer:
-    if call.scope is not None:
-        scope.enter(call.scope)
-    answer = _made(call)
-    try:
-        return await _made_async(answer.value) if isinstance(answer, Ok) else answer
-    finally:
-        del answer  # since Python 3.12 the traceback in it holds this frame
+async def _slept(effect: Any) -> None:
+    if type(effect) is not Sleep:
+        raise _unknown(effect)
+    await asyncio.sleep(max(0.0, effect.until - asyncio.get_running_loop().time()))
 
 
 async def _told(over: asyncio.Future[Answer], call: Call) -> Answer:
     """Make *call*, and say so from within: of the end of a task others learn a turn of the loop later."""
+    if call.scope is not None:
+        scope.enter(call.scope)
+    answer = _made(call)
     try:
-        answer = await _body_async(call)
+        if isinstance(answer, Ok):
+            answer = await _made_async(answer.value)
     except BaseException:
         over.cancel()  # somebody else has cancelled this task
         raise
