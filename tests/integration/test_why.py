@@ -316,6 +316,24 @@ def test_a_job_is_told_of_in_every_state(dsn, store):
 
 
 @pytest.mark.spec("RUN-06")
+def test_a_job_that_is_due_says_whom_it_waits_for(dsn, store):
+    first, second, third = (job(dsn) for _ in range(3))
+    job(dsn, delay=600.0)
+
+    def now(name):
+        found = next(one for one in told(name)["histories"] if one["kind"] == "job")
+        return found["now"].partition(";")[0], found["next"].partition(",")[0]
+
+    assert now(first) == ("it waits for its turn", "nothing")
+    assert now(third) == ("it waits for its turn behind 2 of its kind", "nothing")
+    taken, *_ = store.fetched()
+    store.start(taken)
+    assert taken.transaction.id == first
+    assert now(third) == ("it waits for its turn behind 1 of its kind", "nothing; jobs of its kind are being run")
+    assert now(second)[0] == "it waits for its turn"
+
+
+@pytest.mark.spec("RUN-06")
 def test_a_job_that_failed_says_how_it_is_replayed(dsn, store):
     name = job(dsn)
     delivery = begun(store)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -102,6 +103,8 @@ def _rows(found: Any) -> Iterator[tuple[str, str]]:
     for name, words in _TIMES.items():
         if getattr(found, name) is not None:
             yield words, _at(getattr(found, name))
+    if found.state == "pending":
+        yield "what it waits for", f"ergon why {shlex.quote(clean(found.id, _LONGEST))}"
     if found.state == "succeeded":
         yield "result", clean(json.dumps(found.result), _LONGEST)
     if found.error is not None:

@@ -66,9 +66,11 @@ def _done(history: History, place: Place, _now: float) -> str:
     return f"it has succeeded in {history.where}{_since(place)}, and is not run again"
 
 
-def _pending(_history: History, place: Place, now: float) -> str:
+def _pending(history: History, place: Place, now: float) -> str:
     if place.until is None or place.until <= now:
-        return f"it waits for its turn; it has been due since {_moment(place.until)}"
+        before = history.about.get("due before it")
+        others = f" behind {before} of its kind" if before else ""
+        return f"it waits for its turn{others}; it has been due since {_moment(place.until)}"
     return f"it waits until {_moment(place.until)}{_ahead(place.until, now)}"
 
 
@@ -118,7 +120,9 @@ def _worker(_history: History, name: str | None) -> str:
     return f"nothing, if a worker runs; else: ergon run {task}"
 
 
-def _executors(_history: History, _name: str | None) -> str:
+def _executors(history: History, _name: str | None) -> str:
+    if running := history.about.get("running of its kind"):
+        return f"nothing; jobs of its kind are being run, {running} at this moment"
     return "nothing, if an orchestrator runs and its executors start (see ergon doctor); else start one with ergon run"
 
 

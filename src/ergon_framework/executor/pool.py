@@ -47,6 +47,20 @@ class PoolClosed(ErgonError):
     retry_after = 0.0
 
 
+class ExecutorsBusy(ErgonError):
+    """All executors are up and have no place; nothing was sent, and it costs no attempt."""
+
+    code = "executors_busy"
+    later = True
+
+
+class Patience(NamedTuple):
+    """For how many seconds somebody waits for a place: while executors are up, and while none is."""
+
+    busy: float
+    start: float
+
+
 class PoolPolicy(Policy):
     """How many executors there are, how long they live, and how they are ended."""
 
@@ -226,12 +240,13 @@ class ExecutorPool:
             if place is None:
                 self._release(process)
 
-    async def reserve(self, *, start_within: float | None = None) -> Reservation:
+    async def reserve(self, patience: Patience | None = None) -> Reservation:
         """A place in an executor, once there is one, for a job that is to be sent in a moment; it has to be left.
 
-        ExecutorNotStarted where nobody is up and a start has failed, or goes on after *start_within* seconds.
+        ExecutorNotStarted where nobody is up and a start has failed, or takes longer than *patience* has;
+        ExecutorsBusy where all are up, and for so long have had no place.
         """
-        return Reservation(await self._acquired(start_within), self._release)
+        return Reservation(await self._acquired(patience), self._release)
 
     def reserve_now(self) -> Reservation | None:
         """A place that is free at this moment; None if there is none, or somebody else waits for it."""
@@ -285,15 +300,15 @@ class ExecutorPool:
 
     # -- who is free ------------------------------------------------------------------------------
 
-    async def _acquired(self, start_within: float | None = None) -> ExecutorProcess:
+    async def _acquired(self, patience: Patience | None = None) -> ExecutorProcess:
         # Who waits longest is first, also before one who comes when somebody happens to be free.
         process = None if self._waiting or self._closing else self._picked()
         if process is None:
-            process = await self._waited(start_within)
+            process = await self._waited(patience)
         self._served += 1
         return process
 
-    async def _waited(self, start_within: float | None) -> ExecutorProcess:
+    async def _waited(self, patience: Patience | None) -> ExecutorProcess:
         """The next executor that has a place, and that place taken."""
         if self._closing or self._guard is None:
             raise PoolClosed("the pool is not open")
@@ -303,9 +318,9 @@ class ExecutorPool:
         waiter: asyncio.Future[ExecutorProcess] = self._loop.create_future()
         self._waiting.append(waiter)
         began = self._loop.time()
-        timer = None
-        if start_within is not None and not self._up:
-            timer = self._loop.call_later(start_within, self._give_up, waiter, start_within)
+        timers: list[asyncio.TimerHandle] = []
+        if patience is not None:
+            timers = [self._loop.call_later(after, self._give_up, waiter, after, patience) for after in patience]
         try:
             process = await waiter
         except asyncio.CancelledError:
@@ -313,14 +328,26 @@ class ExecutorPool:
                 self._release(waiter.result())
             raise
         finally:
-            if timer is not None:
+            for timer in timers:
                 timer.cancel()
         self._waited_for += self._loop.time() - began
         return process
 
-    def _give_up(self, waiter: asyncio.Future[ExecutorProcess], after: float) -> None:
-        if self._up or waiter.done():
+    def _give_up(self, waiter: asyncio.Future[ExecutorProcess], after: float, patience: Patience) -> None:
+        # Whoever waits for a start has the patience for that.
+        if waiter.done() or (after < max(patience) and not self._up):
             return
+        waiter.set_exception(self._busy(after) if self._up else self._slow_start(after))
+        self._waiting.remove(waiter)
+
+    def _busy(self, after: float) -> ExecutorsBusy:
+        return ExecutorsBusy(
+            f"for {after:.3g} s all executors were busy, and this was not begun; have as many places (size times "
+            f"max_in_flight, {self.places} now) as the task's concurrency has slots, or give the step more time",
+            retry_after=NOBODY,
+        )
+
+    def _slow_start(self, after: float) -> ExecutorNotStarted:
         error = self.unstarted
         if error is None:
             said = next((process.last_lines for process in self._running if not process.answered), LastLines())
@@ -329,8 +356,7 @@ class ExecutorPool:
             if self._slow != self._probes:  # many may wait for the same start
                 self._slow = self._probes
                 self._unstarted(slow)
-        waiter.set_exception(error)
-        self._waiting.remove(waiter)
+        return error
 
     def _picked(self) -> ExecutorProcess | None:
         """An executor with a place left, and that place taken."""

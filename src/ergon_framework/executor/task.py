@@ -20,7 +20,7 @@ from typing import Any, Final, TypeVar
 
 from ergon_framework import scope
 from ergon_framework.errors import ConfigurationError
-from ergon_framework.executor.pool import ExecutorPool, PoolClosed, PoolPolicy
+from ergon_framework.executor.pool import ExecutorPool, Patience, PoolClosed, PoolPolicy
 from ergon_framework.executor.process import Command
 from ergon_framework.executor.protocol import ExecutionOutcome, Status
 from ergon_framework.executor.verdict import asked_delay, blamed
@@ -33,7 +33,8 @@ from ergon_framework.transaction import Transaction
 T = TypeVar("T", bound=Task | AsyncTask)
 #: Seconds that a task waits for its first executor before it takes work.
 _FIRST: Final = 5.0
-#: The share of the step's time that goes by at most while nobody is up.
+#: The share of the step's time that goes by at most while all executors are busy, and while nobody is up.
+_BUSY: Final = 0.25
 _START: Final = 0.75
 
 
@@ -118,8 +119,9 @@ class _Isolation:
         if self._pool is None:
             raise PoolClosed("the executors are not open; run the task with run(), or within opened()")
         left = None if below is None else below.remaining()
-        # The step's time runs meanwhile. Whoever has lost so much of it to a start comes back later, at no cost.
-        with await self._pool.reserve(start_within=None if left is None else _START * left) as place:
+        # The step's time runs meanwhile. Whoever has lost so much of it comes back later, at no cost.
+        patience = None if left is None else Patience(_BUSY * left, _START * left)
+        with await self._pool.reserve(patience) as place:
             outcome = await self._pool.run(
                 self._handler,
                 [transaction.payload],

@@ -21,7 +21,7 @@ import uvloop
 from ergon_framework.executor import process
 from ergon_framework.executor.guard import Guard
 from ergon_framework.executor.lines import MAX_LINE, LineError
-from ergon_framework.executor.pool import ExecutorPool, PoolClosed, PoolPolicy
+from ergon_framework.executor.pool import ExecutorPool, ExecutorsBusy, Patience, PoolClosed, PoolPolicy
 from ergon_framework.executor.process import _GATE, Command, ExecutorProcess, ExecutorReleased, Limits
 from ergon_framework.executor.protocol import Status, read_outcome
 from ergon_framework.executor.start import ExecutorNotStarted
@@ -883,3 +883,30 @@ def test_nothing_is_started_for_an_orchestrator_that_dies_before_the_guard_knows
         gate.stdin.close()
         assert gate.wait(10) != 0
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.spec("EXE-20")
+def test_who_waits_for_a_place_gives_up_and_was_not_begun():
+    async def body(pool):
+        await pool.tried()
+        with await pool.reserve():
+            began = time.monotonic()
+            with pytest.raises(ExecutorsBusy, match=r"for 0\.2 s all executors were busy") as caught:
+                await pool.reserve(Patience(busy=0.2, start=20.0))
+            taken = time.monotonic() - began
+        with await pool.reserve(Patience(busy=0.0, start=0.0)):
+            return caught.value, taken, pool.places
+
+    error, taken, places = pooled(body)
+    assert (error.later, error.final, error.code, error.retry_after, places) == (True, False, "executors_busy", 1.0, 1)
+    assert 0.2 <= taken < 5
+
+
+@pytest.mark.spec("EXE-20")
+def test_who_waits_for_a_start_is_not_sent_away_as_if_all_were_busy():
+    async def body(pool):
+        with await pool.reserve(Patience(busy=0.01, start=20.0)):
+            pass
+        return True
+
+    assert pooled(body, "0.5")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import sys
 import time
@@ -77,7 +78,7 @@ def test_the_process_step_runs_in_the_pool_and_its_result_reaches_the_success_ha
 @pytest.mark.spec("EXE-18", "EXE-28")
 def test_a_body_that_hangs_is_killed_and_its_neighbours_are_not_disturbed(flavour):
     began = time.monotonic()
-    told, report = consumed(flavour, "sleep", 300, 0.1, 0.1)
+    told, report = consumed(flavour, "sleep", 300, 0.1, 0.1, pool=PoolPolicy(size=3, grace=0.2))
     assert [type(each).__name__ for each in told] == ["TransactionException", "NoneType", "NoneType"]
     assert (told[0].category, told[0].still_running) == (Category.TIMEOUT, False)
     assert report.abandoned == 0
@@ -111,6 +112,20 @@ def test_what_found_no_executor_up_comes_back_later_at_no_cost(flavour, words, s
     # No handler was told of a failure, and no attempt was made.
     assert (told, report.counts[Kind.DEFERRED], report.abandoned) == ([], 1, 0)
     assert said in next(record for record in caplog.records if record.msg == "executor not started").error
+
+
+@pytest.mark.spec("EXE-20", "EXE-28")
+def test_what_finds_all_executors_busy_comes_back_later_at_no_cost(flavour, caplog):
+    """Its step's time runs while it waits: it would end as one that took too long, and had never begun."""
+    caplog.set_level(logging.DEBUG)
+    hasty = {
+        "loop": {"concurrency": {"value": 3}},
+        "steps": {"process": {"retry": {"max_attempts": 1, "timeout": 2.0}}},
+    }
+    policy, pool = ConsumerPolicy.load(hasty), PoolPolicy(size=1, grace=0.2)
+    told, report = consumed(flavour, "sleep", 1.2, 1.2, 1.2, policy=policy, pool=pool)
+    assert (told, report.counts[Kind.DEFERRED], list(report.failures)) == ([None], 2, [])
+    assert [record.code for record in caplog.records if hasattr(record, "code")] == ["executors_busy"] * 2
 
 
 @pytest.mark.spec("EXE-28")

@@ -161,6 +161,19 @@ COLUMNS: Final = """
 """
 SHOW: Final = f"select {COLUMNS} from ergon.job j join ergon.queue q on q.id = j.queue where j.id = %(id)s"
 
+#: Whom one that is due waits for: those of its kind that run, and those that were due before it. Not all are counted.
+COMPANY: Final = """
+select
+    (select count(*) from (
+        select from ergon.job r where r.queue = j.queue and r.state = 'running' limit %(most)s
+    ) as running),
+    (select count(*) from (
+        select from ergon.job w where w.queue = j.queue and w.state = 'pending' and w.number < j.number
+        and w.due_at <= now() limit %(most)s
+    ) as waiting)
+from ergon.job j where j.id = %(id)s and j.state = 'pending' and j.due_at <= now()
+"""
+
 #: Of these, the ones that have their end.
 ENDED: Final = f"""
 select {COLUMNS} from ergon.job j join ergon.queue q on q.id = j.queue

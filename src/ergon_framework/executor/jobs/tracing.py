@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from typing import Final
 
 from ergon_framework.executor.jobs import statements
 from ergon_framework.executor.jobs.model import Job, JobState
@@ -10,14 +11,19 @@ from ergon_framework.executor.jobs.reading import job_of
 from ergon_framework.history import Event, History, Kind, Place, State, Value, in_order
 from ergon_framework.schema.operation import Operation, Query
 
+#: The most others that are counted.
+_MOST: Final = 1_000
+
 
 def trace(job_id: str) -> Operation[list[History]]:
     """The job of that id, if there is one."""
     rows = yield Query(statements.SHOW, {"id": job_id})
-    return [_history(job_of(*row)) for row in rows]
+    company = yield Query(statements.COMPANY, {"id": job_id, "most": _MOST})
+    running, before = company[0] if company else (None, None)
+    return [_history(job_of(*row), running=running, before=before) for row in rows]
 
 
-def _history(job: Job) -> History:
+def _history(job: Job, *, running: int | None, before: int | None) -> History:
     told: dict[str, Value | None] = {
         "function": job.function_name,
         "attempts": job.attempts,
@@ -27,6 +33,8 @@ def _history(job: Job) -> History:
         "tenant": job.tenant,
         "correlation": job.correlation,
         "unique key": job.unique_key,
+        "running of its kind": running,
+        "due before it": before if before is None or before < _MOST else f"{_MOST} or more",
     }
     return History(
         kind=Kind.JOB,
