@@ -74,6 +74,7 @@ def test_a_job_is_submitted_with_json_arguments_and_shown(dsn, store):
         "charge",
     )
     assert (found["tenant"], found["max_attempts"], found["timeout"], found["unique_key"]) == ("acme", 4, 2.5, "k")
+    assert f"ergon why {job_id}" in run("show", job_id).stdout
     again = run("submit", *words, "--key", "k", "--max-attempts", "4")
     assert (again.stdout.strip(), "it was there before, and is pending" in again.stderr) == (job_id, True)
     taken = run("submit", "refund", "--key", "k", "--tenant", "acme", code=JobExit.NOT)

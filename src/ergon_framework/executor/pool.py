@@ -35,7 +35,7 @@ log: Final = logging.getLogger("ergon_framework.executor")
 _NONE: Final[Mapping[str, Any]] = MappingProxyType({})
 #: A handler that nobody has: whoever answers that it is not there is ready for those that are.
 PROBE: Final = "ergon.ready"
-#: Seconds before a job comes back, at least, that found no executor up.
+#: Seconds before a job comes back, at least, that found no executor up, or none with a place.
 NOBODY: Final = 1.0
 
 
@@ -48,7 +48,7 @@ class PoolClosed(ErgonError):
 
 
 class ExecutorsBusy(ErgonError):
-    """All executors are up and have no place; nothing was sent, and it costs no attempt."""
+    """Executors are up, and none has a place; nothing was sent, and it costs no attempt."""
 
     code = "executors_busy"
     later = True
@@ -244,7 +244,7 @@ class ExecutorPool:
         """A place in an executor, once there is one, for a job that is to be sent in a moment; it has to be left.
 
         ExecutorNotStarted where nobody is up and a start has failed, or takes longer than *patience* has;
-        ExecutorsBusy where all are up, and for so long have had no place.
+        ExecutorsBusy where some are up, and for so long none has had a place.
         """
         return Reservation(await self._acquired(patience), self._release)
 
@@ -334,8 +334,8 @@ class ExecutorPool:
         return process
 
     def _give_up(self, waiter: asyncio.Future[ExecutorProcess], after: float, patience: Patience) -> None:
-        # Whoever waits for a start has the patience for that.
-        if waiter.done() or (after < max(patience) and not self._up):
+        # Asked now, because it may have changed: what is waited for decides how much patience there is.
+        if waiter.done() or after < (patience.busy if self._up else patience.start):
             return
         waiter.set_exception(self._busy(after) if self._up else self._slow_start(after))
         self._waiting.remove(waiter)

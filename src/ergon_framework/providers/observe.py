@@ -18,7 +18,7 @@ from ergon_framework.providers.execution import AttemptRow, ProviderExecutionRes
 from ergon_framework.telemetry import logs, names
 from ergon_framework.telemetry.metrics import Bound, Counts, Numbers, registry_of
 from ergon_framework.telemetry.names import LIBRARY, Attribute, Event, Field, Metric, Span
-from ergon_framework.telemetry.outgoing import Outgoing, found
+from ergon_framework.telemetry.outgoing import Outgoing, current_tracer
 
 log: Final = logging.getLogger(f"{LIBRARY}.providers")
 
@@ -44,7 +44,7 @@ class Observer:
     def __init__(self, request: Request, *, cooldown: float = 0.0) -> None:
         self._request = request
         self._cooldown = cooldown
-        tracer = found()
+        tracer = current_tracer()
         self._spans = None if tracer is None else Outgoing(tracer, Span.PROVIDER_CALL, _which(request))
 
     def attempt(self, number: int) -> Context | None:

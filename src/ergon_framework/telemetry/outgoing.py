@@ -66,7 +66,7 @@ def _ended(span: Span | None, attributes: Mapping[str, Any], failure: str | None
 _tracers: Final[dict[TracerProvider, Tracer]] = {}
 
 
-def found() -> Tracer | None:
+def current_tracer() -> Tracer | None:
     """Who makes the spans of a call that begins here; None where nobody has asked for any."""
     provider = trace.get_tracer_provider()
     if isinstance(provider, trace.ProxyTracerProvider | trace.NoOpTracerProvider):

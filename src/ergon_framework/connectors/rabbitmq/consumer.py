@@ -312,8 +312,8 @@ class Consumer:
             if self._channel is None or not self._channel.is_open:
                 await self._prepare()
                 channel = await self._connection.channel()
-                # Whether or not the one before has said that it is closed: its tags begin anew, and an ack of the new
-                # ones would end those of the old.
+                # Whether or not the one before has said that it is closed: tags begin anew, and old ones among them
+                # would be out of order, so that an ack up to one of them could end what nobody has handled.
                 self._closed(self.number)
                 self.number = number = next(_numbers)
                 self._channel, self._careful, self._doubts, self._room, self._consumers = channel, True, 1, 0, []
