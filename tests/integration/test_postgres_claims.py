@@ -60,6 +60,32 @@ def test_whoever_was_buried_and_comes_back_still_takes_the_most_urgent_first(dat
     assert first.transaction.id == "urgent"
 
 
+@pytest.mark.spec("CNN-07")
+def test_a_claim_of_keys_looks_at_what_it_takes_however_long_the_queue_has_become(database):
+    def dispatch(first, count):
+        queue.dispatch([Transaction(f"t-{n}", key=f"k-{n}") for n in range(first, first + count)])
+
+    def handled(times):
+        for _ in range(times):
+            found = queue.fetch_transactions(100, wait=0.5)
+            assert len(found) == 100
+            queue.settle([(delivery, Ack()) for delivery in found])
+
+    with psycopg.connect(database, autocommit=True) as connection:
+        # Until autovacuum comes, once a minute, nobody has counted; what was planned for a short queue is kept.
+        connection.execute("alter table ergon.ready set (autovacuum_enabled = off)")
+        queue = PostgresQueue("orders", dsn=database)
+        queue.open()
+        dispatch(0, 2000)
+        handled(4)
+        dispatch(2000, 8000)
+        handled(10)
+        queue.close()
+        read = "select idx_tup_read from pg_stat_user_indexes where indexrelname = 'ready_pkey'"
+        [(found,)] = connection.execute(read)
+    assert found < 20_000
+
+
 @pytest.mark.spec("CNN-12")
 def test_a_stale_receipt_is_refused_beside_a_good_one_of_the_same_message(postgres):
     dsn = postgres.create_database("beside")
