@@ -153,7 +153,11 @@ def shared(url, count, workers):
     told = [one for one in told if one["count"]]
     handled = sum(one["count"] for one in told)
     if handled < count:
-        say(f"{workers} workers handled {handled} of {count}")
+        # A worker ends when it finds nothing: what another gives back after that stays in the queue, and is not lost.
+        rest = subprocess.run([*python, "left", url], env=given, capture_output=True, text=True, check=False)
+        say(
+            f"{workers} workers handled {handled} of {count}; in the queue: {rest.stdout.strip() or rest.stderr[-200:]}"
+        )
     return handled / (max(one["ended"] for one in told) - min(one["began"] for one in told))
 
 

@@ -3,6 +3,7 @@
 python bench/brokers/contest/ours.py rate URL COUNT CONCURRENCY async|threads
 python bench/brokers/contest/ours.py fill URL COUNT
 python bench/brokers/contest/ours.py share URL CONCURRENCY        begins when a line comes on stdin
+python bench/brokers/contest/ours.py left URL                     what is still in the queue
 
 Default policies, which have timeouts and retries for each step, the timeouts shorter: RabbitMQ takes back what is held
 for half an hour, so a policy that may hold it longer is refused. 100 are fetched and prefetched at a time, as peers and
@@ -11,6 +12,7 @@ the bare client are let.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import time
@@ -91,10 +93,20 @@ async def share(url, concurrency):
     print(json.dumps({"count": len(task.times), "began": times[0], "ended": times[-1]}), flush=True)
 
 
+def left(url):
+    connector = as_sync(queue(url))
+    connector.open()
+    found = connector.depth()
+    connector.close()
+    print(json.dumps(dataclasses.asdict(found)), flush=True)
+
+
 def main():
     what, url, *words = sys.argv[1:]
     if what == "fill":
         fill(url, int(words[0]))
+    elif what == "left":
+        left(url)
     elif what == "share":
         uvloop.run(share(url, int(words[0])))
     else:
