@@ -104,12 +104,10 @@ retest: $(STAMP) ## the tests once more for another interpreter (VENV=… PYTHON
 spec: $(STAMP) ## each requirement with its tests; fails where a finished group has a hole
 	$(BIN)/python tools/spec.py
 
-# The gate runs them beside the exam: what failed is noted apart from what failed there.
-NOTED := -o cache_dir=build/pytest-documents
 docs: $(STAMP) ## links, traces of a machine, and every snippet run against the built wheel
 	$(BIN)/python tools/docs.py
 	$(BIN)/python tools/hygiene.py
-	$(PYTEST) $(NOTED) -q tests/docs $(ALONE) $(NOTED) -q tests/docs; }
+	$(PYTEST) -q tests/docs $(ALONE) -q tests/docs; }
 
 format: $(STAMP) ## let ruff put the files into shape
 	$(BIN)/ruff check --fix .
