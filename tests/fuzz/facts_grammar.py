@@ -17,7 +17,17 @@ ENVELOPE = wire.Envelope(
 )
 FACT = wire.Fact(subject="order:7", predicate="paid", object_json='{"total": 12.5, "lines": [1, "a", null]}')
 REFERENCE = f'{{"bucket":"b","key":"k","digest":"{DIGEST}","size":1}}'
-NAMING = wire.Fact(subject="order:7", predicate="has_file", object_json=REFERENCE)
+FACTS = wire.Facts(
+    message_ids=["m-1", "m-2"],
+    from_zones=["Plant A"],
+    to_zones=["HQ", "HQ"],
+    produced_at_unix_ms=[1, 2],
+    subjects=["order:7", "order:8"],
+    predicates=["paid", "has_file"],
+    objects_json=[FACT.object_json, REFERENCE],
+    correlation_ids=["c", ""],
+    labels={1: wire.Labels(values={"a": "b"})},
+)
 PAIR = wire.Pair(from_zone="Plant A", to_zone="HQ")
 CURSOR = wire.Cursor(epoch="e", offset=1)
 STORED = wire.Stored(digest=DIGEST, size=1)
@@ -29,7 +39,7 @@ FAULT = wire.Fault(
 #: By the byte that an input begins with.
 REQUESTS = {
     "AppendFact": wire.Appending(envelope=ENVELOPE, fact=FACT),
-    "AppendFacts": wire.AppendFactsRequest(facts=[wire.Appending(envelope=ENVELOPE, fact=NAMING)] * 2),
+    "AppendFacts": wire.AppendFactsRequest(facts=FACTS),
     "GetFact": wire.GetFactRequest(from_zone="Plant A", message_id="m-1"),
     "FetchFacts": wire.FetchFactsRequest(reader="r", pair=PAIR, limit=10, after=CURSOR),
     "ConfirmReceipt": wire.ConfirmReceiptRequest(reader="r", pair=PAIR, cursor=CURSOR),
@@ -47,11 +57,11 @@ ANSWERS = {
     "Describe": wire.Description(epoch="e", durable=True, side="inner"),
     "AppendFact": CONFIRMATION,
     "AppendFacts": wire.AppendFactsAnswer(
-        results=[wire.Appended(confirmation=CONFIRMATION), wire.Appended(fault=FAULT)]
+        offsets=[1, 0], digests=[DIGEST, ""], epoch="e", buffer="ESB", others={1: wire.Appended(fault=FAULT)}
     ),
     "GetFact": wire.GetFactAnswer(confirmation=CONFIRMATION),
     "FetchFacts": wire.FetchFactsAnswer(
-        facts=[wire.StoredFact(envelope=ENVELOPE, fact=FACT, digest=DIGEST, offset=1, epoch="e", stored_at_unix_ms=1)]
+        facts=FACTS, digests=[DIGEST] * 2, offsets=[1, 2], stored_at_unix_ms=[1, 1], epochs=["e"]
     ),
     "CursorOf": wire.CursorAnswer(cursor=CURSOR),
     "RetireReader": wire.RetireReaderAnswer(retired=True),
@@ -106,19 +116,32 @@ def _change(message, dice):
     if dice.random() < 0.1:
         message.ClearField(field.name)
     elif field.message_type is not None and field.message_type.GetOptions().map_entry:
+        key = _odd(field.message_type.fields_by_name["key"], dice)
         if field.message_type.fields_by_name["value"].message_type is None:
-            getattr(message, field.name)[dice.choice(TEXTS)] = dice.choice(TEXTS)
+            getattr(message, field.name)[key] = dice.choice(TEXTS)
         else:
-            _change(getattr(message, field.name)[dice.choice(TEXTS)], dice)
+            _change(getattr(message, field.name)[key], dice)
     elif field.message_type is not None and field.is_repeated:
         many = getattr(message, field.name)
         _change(dice.choice(many) if many and dice.random() < 0.7 else many.add(), dice)
+    elif field.is_repeated:
+        _change_column(getattr(message, field.name), field, dice)
     elif field.message_type is not None:
         inner = getattr(message, field.name)
         inner.SetInParent()
         _change(inner, dice)
     else:
         setattr(message, field.name, _odd(field, dice))
+
+
+def _change_column(values, field, dice):
+    """Another value in place of one, mostly: columns of unequal lengths are refused before anything else is seen."""
+    if values and dice.random() < 0.8:
+        values[dice.randrange(len(values))] = _odd(field, dice)
+    elif values and dice.random() < 0.5:
+        values.pop()
+    else:
+        values.append(_odd(field, dice))
 
 
 def _odd(field, dice):

@@ -18,6 +18,7 @@ from ergon_framework.errors import ErgonError
 
 with atheris.instrument_imports(include=["ergon_framework.facts"]):
     from ergon_framework.facts.errors import FactError, InvalidFactError
+    from ergon_framework.facts.model import Envelope, Fact
     from ergon_framework.facts.service import boundary_pb2 as wire
     from ergon_framework.facts.service import calls, faults, messages, requests
     from ergon_framework.facts.service.access import Access
@@ -96,6 +97,23 @@ def check_request(name, data):
             return
         again = requests.append_fact(messages.written(messages.write_appending(envelope, fact)))
         assert again == (envelope, fact), "a fact that changes on its way"
+    if name == "AppendFacts":
+        check_many(data)
+
+
+def check_many(data):
+    """Facts that were made at once are those that the model makes, and arrive as they were when they are sent on."""
+    try:
+        given = requests.append_facts(data)
+    except InvalidFactError:
+        return
+    sound = [each for each in given if not isinstance(each, InvalidFactError)]
+    for envelope, fact in sound:
+        assert Envelope(**vars(envelope)) == envelope, "an envelope that the model would not make"
+        stated = Fact(subject=fact.subject, predicate=fact.predicate, object_json=fact.object_json)
+        assert vars(stated) == vars(fact), "a fact that the model would not make"
+    sent = [messages.written(asked.request) for asked in calls.append_facts(sound)]
+    assert [each for data in sent for each in requests.append_facts(data)] == sound, "facts that change on their way"
 
 
 def told(error):

@@ -23,8 +23,8 @@ from ergon_framework.facts.errors import (
 from ergon_framework.facts.model import Pair
 from ergon_framework.facts.service import boundary_pb2 as wire
 from ergon_framework.facts.service import faults
+from ergon_framework.facts.service.batches import write_facts
 from ergon_framework.facts.service.calls import SERVICE
-from ergon_framework.facts.service.messages import write_appending
 from ergon_framework.facts.service.server import Limits
 from tests.integration.facts_zones import KINDS, OUT, Zones, fact, stored
 from tests.servers.postgres import free_port
@@ -74,6 +74,10 @@ def refusal(zones, method, data):
     return caught.value.code(), None if fault is None else faults.read(wire.Fault.FromString(fault))
 
 
+def many(**columns):
+    return wire.AppendFactsRequest(facts=wire.Facts(**columns)).SerializeToString()
+
+
 @pytest.mark.parametrize(
     "method, data, words",
     [
@@ -81,7 +85,8 @@ def refusal(zones, method, data):
         ("AppendFact", b"\x0a\x02\x0a\xff", "is no Appending"),
         ("AppendFact", b"", "has an envelope"),
         ("AppendFact", wire.Appending(envelope=wire.Envelope(), fact=wire.Fact()).SerializeToString(), "message_id"),
-        ("AppendFacts", wire.AppendFactsRequest(facts=[wire.Appending()] * 1001).SerializeToString(), "at most 1,000"),
+        ("AppendFacts", many(message_ids=["m"] * 1001), "at most 1,000"),
+        ("AppendFacts", many(message_ids=["m"], subjects=["a", "b"]), "1 from_zones, and not 0"),
         ("FetchFacts", b"", "name of a reader"),
         ("FetchFacts", wire.FetchFactsRequest(reader="r", limit=-1).SerializeToString(), "limit"),
         ("GetFact", wire.GetFactRequest(from_zone="Plant A", message_id="a b").SerializeToString(), "message_id"),
@@ -106,13 +111,16 @@ def test_what_is_too_large_is_not_even_read(zones):
 
 
 def test_one_that_is_malformed_spoils_no_other(zones):
-    envelope, stated = fact(1)
-    sound = write_appending(envelope, stated)
-    request = wire.AppendFactsRequest(facts=[wire.Appending(), sound])
+    request = wire.AppendFactsRequest()
+    write_facts([fact(1), fact(2), fact(3)], request.facts)
+    request.facts.message_ids[0] = "a b"
+    request.facts.objects_json[2] = "{"
     call = zones.raw(zones.plant_files).unary_unary(SERVICE + "AppendFacts")
-    first, second = wire.AppendFactsAnswer.FromString(call(request.SerializeToString(), timeout=10)).results
-    assert first.fault.kind == "InvalidFactError"
-    assert second.confirmation.offset == 1
+    answer = wire.AppendFactsAnswer.FromString(call(request.SerializeToString(), timeout=10))
+    assert list(answer.offsets) == [0, 1, 0]
+    assert {place: other.fault.kind for place, other in answer.others.items()} == dict.fromkeys(
+        (0, 2), "InvalidFactError"
+    )
 
 
 def test_an_unknown_call_is_not_offered(zones):

@@ -121,16 +121,24 @@ def canonical_parsed(value: Any) -> str:
     8785 has them. Whether it has is seen by what it has written; where that is in doubt, it is written anew.
     """
     try:
-        written = _encoded(value)
+        written = encoded(value)
     except RecursionError:
         return canonical(value)
-    return written if _is_beyond_doubt(written) else canonical(value)
+    return written if is_beyond_doubt(written) else canonical(value)
 
 
-def _is_beyond_doubt(written: str) -> bool:
+def is_beyond_doubt(written: str) -> bool:
     """Whether *written* is canonical for certain: all that the encoder does differently leaves a trace in it."""
-    if len(written) > DEPTH and written.count("{") + written.count("[") > DEPTH:
-        return False
+    return is_shallow(written) and is_common(written)
+
+
+def is_shallow(written: str) -> bool:
+    """Whether it has too few brackets to be nested too deep."""
+    return len(written) <= DEPTH or written.count("{") + written.count("[") <= DEPTH
+
+
+def is_common(written: str) -> bool:
+    """Whether nothing in it is written otherwise by RFC 8785."""
     if not written.isascii():
         # Keys are ordered by characters here, which are code units as long as each of them is one.
         try:
@@ -166,7 +174,8 @@ def _encoding() -> Callable[[Any], str]:
     return lambda value: "".join(pieces(value, 0))
 
 
-_encoded: Final = _encoding()
+#: A value that holds nothing but plain values, as the library writes it.
+encoded: Final = _encoding()
 _ODD: Final = re.compile(r"\.0(?![0-9])|[0-9]e[+-]").search
 
 _WORDS: Final = {None: "null", True: "true", False: "false"}

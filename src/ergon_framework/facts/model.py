@@ -139,6 +139,31 @@ class Envelope:
             labels=MappingProxyType(_labels(labels)) if len(labels) else _NO_LABELS,
         )
 
+    @classmethod
+    def sound(
+        cls,
+        *,
+        message_id: str,
+        from_zone: str,
+        to_zone: str,
+        produced_at_unix_ms: int,
+        correlation_id: str | None,
+        causation_id: str | None,
+        labels: Mapping[str, str] | None,
+    ) -> Self:
+        """One of which all but the labels is known to be as it must be: ``table`` has seen to it for many at once."""
+        made = object.__new__(cls)
+        made.__dict__.update(
+            message_id=message_id,
+            from_zone=from_zone,
+            to_zone=to_zone,
+            produced_at_unix_ms=produced_at_unix_ms,
+            correlation_id=correlation_id,
+            causation_id=causation_id,
+            labels=MappingProxyType(_labels(labels)) if labels else _NO_LABELS,
+        )
+        return made
+
     @property
     def pair(self) -> Pair:
         return Pair(self.from_zone, self.to_zone)
@@ -189,6 +214,17 @@ class Fact:
             _written=canonical_parsed(value),
             _named=reference(value),
         )
+
+    @classmethod
+    def sound(
+        cls, subject: str, predicate: str, object_json: str, written: str, named: ArtifactReference | None
+    ) -> Self:
+        """One of which all is known to be as it must be; *written* is its object in canonical form."""
+        made = object.__new__(cls)
+        made.__dict__.update(
+            subject=subject, predicate=predicate, object_json=object_json, _written=written, _named=named
+        )
+        return made
 
     @classmethod
     def of(cls, subject: str, predicate: str, object: Any = None) -> Self:  # noqa: A002 - the document's word

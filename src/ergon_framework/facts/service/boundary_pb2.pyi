@@ -81,11 +81,55 @@ class Confirmation(_message.Message):
     duplicate: bool
     def __init__(self, message_id: _Optional[str] = ..., offset: _Optional[int] = ..., epoch: _Optional[str] = ..., digest: _Optional[str] = ..., buffer: _Optional[str] = ..., duplicate: _Optional[bool] = ...) -> None: ...
 
+class Facts(_message.Message):
+    __slots__ = ("message_ids", "from_zones", "to_zones", "produced_at_unix_ms", "subjects", "predicates", "objects_json", "correlation_ids", "causation_ids", "labels")
+    class LabelsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: Labels
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[_Union[Labels, _Mapping]] = ...) -> None: ...
+    MESSAGE_IDS_FIELD_NUMBER: _ClassVar[int]
+    FROM_ZONES_FIELD_NUMBER: _ClassVar[int]
+    TO_ZONES_FIELD_NUMBER: _ClassVar[int]
+    PRODUCED_AT_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    SUBJECTS_FIELD_NUMBER: _ClassVar[int]
+    PREDICATES_FIELD_NUMBER: _ClassVar[int]
+    OBJECTS_JSON_FIELD_NUMBER: _ClassVar[int]
+    CORRELATION_IDS_FIELD_NUMBER: _ClassVar[int]
+    CAUSATION_IDS_FIELD_NUMBER: _ClassVar[int]
+    LABELS_FIELD_NUMBER: _ClassVar[int]
+    message_ids: _containers.RepeatedScalarFieldContainer[str]
+    from_zones: _containers.RepeatedScalarFieldContainer[str]
+    to_zones: _containers.RepeatedScalarFieldContainer[str]
+    produced_at_unix_ms: _containers.RepeatedScalarFieldContainer[int]
+    subjects: _containers.RepeatedScalarFieldContainer[str]
+    predicates: _containers.RepeatedScalarFieldContainer[str]
+    objects_json: _containers.RepeatedScalarFieldContainer[str]
+    correlation_ids: _containers.RepeatedScalarFieldContainer[str]
+    causation_ids: _containers.RepeatedScalarFieldContainer[str]
+    labels: _containers.MessageMap[int, Labels]
+    def __init__(self, message_ids: _Optional[_Iterable[str]] = ..., from_zones: _Optional[_Iterable[str]] = ..., to_zones: _Optional[_Iterable[str]] = ..., produced_at_unix_ms: _Optional[_Iterable[int]] = ..., subjects: _Optional[_Iterable[str]] = ..., predicates: _Optional[_Iterable[str]] = ..., objects_json: _Optional[_Iterable[str]] = ..., correlation_ids: _Optional[_Iterable[str]] = ..., causation_ids: _Optional[_Iterable[str]] = ..., labels: _Optional[_Mapping[int, Labels]] = ...) -> None: ...
+
+class Labels(_message.Message):
+    __slots__ = ("values",)
+    class ValuesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    values: _containers.ScalarMap[str, str]
+    def __init__(self, values: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
 class AppendFactsRequest(_message.Message):
     __slots__ = ("facts",)
     FACTS_FIELD_NUMBER: _ClassVar[int]
-    facts: _containers.RepeatedCompositeFieldContainer[Appending]
-    def __init__(self, facts: _Optional[_Iterable[_Union[Appending, _Mapping]]] = ...) -> None: ...
+    facts: Facts
+    def __init__(self, facts: _Optional[_Union[Facts, _Mapping]] = ...) -> None: ...
 
 class Appended(_message.Message):
     __slots__ = ("confirmation", "fault")
@@ -96,10 +140,25 @@ class Appended(_message.Message):
     def __init__(self, confirmation: _Optional[_Union[Confirmation, _Mapping]] = ..., fault: _Optional[_Union[Fault, _Mapping]] = ...) -> None: ...
 
 class AppendFactsAnswer(_message.Message):
-    __slots__ = ("results",)
-    RESULTS_FIELD_NUMBER: _ClassVar[int]
-    results: _containers.RepeatedCompositeFieldContainer[Appended]
-    def __init__(self, results: _Optional[_Iterable[_Union[Appended, _Mapping]]] = ...) -> None: ...
+    __slots__ = ("offsets", "digests", "epoch", "buffer", "others")
+    class OthersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: Appended
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[_Union[Appended, _Mapping]] = ...) -> None: ...
+    OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    BUFFER_FIELD_NUMBER: _ClassVar[int]
+    OTHERS_FIELD_NUMBER: _ClassVar[int]
+    offsets: _containers.RepeatedScalarFieldContainer[int]
+    digests: _containers.RepeatedScalarFieldContainer[str]
+    epoch: str
+    buffer: str
+    others: _containers.MessageMap[int, Appended]
+    def __init__(self, offsets: _Optional[_Iterable[int]] = ..., digests: _Optional[_Iterable[str]] = ..., epoch: _Optional[str] = ..., buffer: _Optional[str] = ..., others: _Optional[_Mapping[int, Appended]] = ...) -> None: ...
 
 class GetFactRequest(_message.Message):
     __slots__ = ("from_zone", "message_id")
@@ -131,22 +190,6 @@ class Cursor(_message.Message):
     offset: int
     def __init__(self, epoch: _Optional[str] = ..., offset: _Optional[int] = ...) -> None: ...
 
-class StoredFact(_message.Message):
-    __slots__ = ("envelope", "fact", "digest", "offset", "epoch", "stored_at_unix_ms")
-    ENVELOPE_FIELD_NUMBER: _ClassVar[int]
-    FACT_FIELD_NUMBER: _ClassVar[int]
-    DIGEST_FIELD_NUMBER: _ClassVar[int]
-    OFFSET_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
-    STORED_AT_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
-    envelope: Envelope
-    fact: Fact
-    digest: str
-    offset: int
-    epoch: str
-    stored_at_unix_ms: int
-    def __init__(self, envelope: _Optional[_Union[Envelope, _Mapping]] = ..., fact: _Optional[_Union[Fact, _Mapping]] = ..., digest: _Optional[str] = ..., offset: _Optional[int] = ..., epoch: _Optional[str] = ..., stored_at_unix_ms: _Optional[int] = ...) -> None: ...
-
 class FetchFactsRequest(_message.Message):
     __slots__ = ("reader", "pair", "limit", "after")
     READER_FIELD_NUMBER: _ClassVar[int]
@@ -160,10 +203,18 @@ class FetchFactsRequest(_message.Message):
     def __init__(self, reader: _Optional[str] = ..., pair: _Optional[_Union[Pair, _Mapping]] = ..., limit: _Optional[int] = ..., after: _Optional[_Union[Cursor, _Mapping]] = ...) -> None: ...
 
 class FetchFactsAnswer(_message.Message):
-    __slots__ = ("facts",)
+    __slots__ = ("facts", "digests", "offsets", "stored_at_unix_ms", "epochs")
     FACTS_FIELD_NUMBER: _ClassVar[int]
-    facts: _containers.RepeatedCompositeFieldContainer[StoredFact]
-    def __init__(self, facts: _Optional[_Iterable[_Union[StoredFact, _Mapping]]] = ...) -> None: ...
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    STORED_AT_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    EPOCHS_FIELD_NUMBER: _ClassVar[int]
+    facts: Facts
+    digests: _containers.RepeatedScalarFieldContainer[str]
+    offsets: _containers.RepeatedScalarFieldContainer[int]
+    stored_at_unix_ms: _containers.RepeatedScalarFieldContainer[int]
+    epochs: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, facts: _Optional[_Union[Facts, _Mapping]] = ..., digests: _Optional[_Iterable[str]] = ..., offsets: _Optional[_Iterable[int]] = ..., stored_at_unix_ms: _Optional[_Iterable[int]] = ..., epochs: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ConfirmReceiptRequest(_message.Message):
     __slots__ = ("reader", "pair", "cursor")

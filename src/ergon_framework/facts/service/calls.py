@@ -11,15 +11,13 @@ from google.protobuf.message import DecodeError, Message
 from ergon_framework.facts.boundary import Appended, Appending, BoundaryCapabilities, LogState
 from ergon_framework.facts.errors import NotOffered, ServiceFailed
 from ergon_framework.facts.model import Cursor, Envelope, Fact, FactConfirmation, Pair, Stored, StoredFact
+from ergon_framework.facts.service import batches, messages
 from ergon_framework.facts.service import boundary_pb2 as wire
-from ergon_framework.facts.service import faults, messages
 from ergon_framework.facts.service.requests import FACTS, MESSAGE
 
 T = TypeVar("T")
 
 SERVICE: Final = "/ergon.facts.v1.Boundary/"
-#: What a message takes for each of many, besides itself.
-_FRAME: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,36 +47,22 @@ def append_fact(envelope: Envelope, fact: Fact) -> Asked[FactConfirmation]:
 
 def append_facts(facts: Sequence[Appending]) -> Iterator[Asked[Sequence[Appended]]]:
     """As many calls as the limits of one call make necessary."""
-    request = wire.AppendFactsRequest()
-    count = size = 0
-    for envelope, fact in facts:
-        # Written where it belongs: copying it there takes as long again.
-        message = messages.write_appending(envelope, fact, request.facts.add())
-        more = message.ByteSize() + _FRAME
-        if count and (count >= FACTS or size + more > MESSAGE):
-            following = wire.AppendFactsRequest(facts=[message])
-            del request.facts[-1]
-            yield _append_batch(request, count)
-            request, count, size = following, 0, 0
-        count += 1
+    begin = size = 0
+    for place, (envelope, fact) in enumerate(facts):
+        more = batches.weight(envelope, fact)
+        if place > begin and (place - begin >= FACTS or size + more > MESSAGE):
+            yield _append_batch(facts[begin:place])
+            begin, size = place, 0
         size += more
-    if count:
-        yield _append_batch(request, count)
+    if begin < len(facts):
+        yield _append_batch(facts[begin:])
 
 
-def _append_batch(request: wire.AppendFactsRequest, asked: int) -> Asked[Sequence[Appended]]:
-    def read(answer: wire.AppendFactsAnswer) -> Sequence[Appended]:
-        if len(answer.results) != asked:
-            raise ServiceFailed(f"{asked} facts had {len(answer.results)} answers; append them again")
-        return [_appended(result) for result in answer.results]
-
-    return Asked("AppendFacts", request, wire.AppendFactsAnswer, read)
-
-
-def _appended(result: wire.Appended) -> Appended:
-    if result.WhichOneof("result") == "confirmation":
-        return messages.read_confirmation(result.confirmation)
-    return faults.read(result.fault)
+def _append_batch(facts: Sequence[Appending]) -> Asked[Sequence[Appended]]:
+    request = wire.AppendFactsRequest()
+    batches.write_facts(facts, request.facts)
+    asked = [envelope.message_id for envelope, _ in facts]
+    return Asked("AppendFacts", request, wire.AppendFactsAnswer, lambda answer: batches.read_answer(answer, asked))
 
 
 def get_fact(from_zone: str, message_id: str) -> Asked[FactConfirmation | None]:
@@ -97,12 +81,7 @@ def fetch_facts(reader: str, pair: Pair, limit: int, after: Cursor | None) -> As
         limit=max(0, min(limit, FACTS)),
         after=None if after is None else messages.write_cursor(after),
     )
-    return Asked(
-        "FetchFacts",
-        request,
-        wire.FetchFactsAnswer,
-        lambda answer: [messages.read_stored_fact(fact) for fact in answer.facts],
-    )
+    return Asked("FetchFacts", request, wire.FetchFactsAnswer, batches.read_fetched)
 
 
 def confirm_receipt(reader: str, pair: Pair, cursor: Cursor) -> Asked[None]:

@@ -6,19 +6,17 @@ from typing import Final
 
 from ergon_framework.facts.boundary import AsyncBoundary
 from ergon_framework.facts.errors import FactError
-from ergon_framework.facts.service import boundary_pb2 as wire
-from ergon_framework.facts.service.messages import write_stored_fact
+from ergon_framework.facts.model import StoredFact
+from ergon_framework.facts.service.batches import weight
 from ergon_framework.facts.service.requests import MESSAGE, Fetch
 
 #: Facts that are asked for before anybody knows how large they are; each has at most some 3 MiB.
 FIRST: Final = 64
-#: What the answer takes besides, for each fact.
-FRAME: Final = 16
 
 
-async def fetched(store: AsyncBoundary, fetch: Fetch) -> list[wire.StoredFact]:
+async def fetched(store: AsyncBoundary, fetch: Fetch) -> list[StoredFact]:
     """At most ``fetch.limit`` facts and MESSAGE bytes; at least one, if there is one."""
-    found: list[wire.StoredFact] = []
+    found: list[StoredFact] = []
     size, after = 0, fetch.after
     wanted = min(fetch.limit, FIRST)
     while True:
@@ -29,11 +27,10 @@ async def fetched(store: AsyncBoundary, fetch: Fetch) -> list[wire.StoredFact]:
                 raise
             return found  # those before it are good, and the next call is told
         for each in stored:
-            message = write_stored_fact(each)
-            size += message.ByteSize() + FRAME
+            size += weight(each.envelope, each.fact) + 4 * len(each.epoch)
             if found and size > MESSAGE:
                 return found
-            found.append(message)
+            found.append(each)
         if len(stored) < wanted or len(found) >= fetch.limit:
             return found
         after = stored[-1].cursor

@@ -5,8 +5,6 @@ Whatever is read is made anew by the model, which checks it: nothing that is mal
 
 from __future__ import annotations
 
-from typing import Final
-
 from google.protobuf.message import Message
 
 from ergon_framework.facts.boundary import Appending, Behind, BoundaryCapabilities, LogState
@@ -20,7 +18,6 @@ from ergon_framework.facts.model import (
     Pair,
     Side,
     Stored,
-    StoredFact,
     check_stored,
     check_zone,
 )
@@ -28,8 +25,6 @@ from ergon_framework.facts.service import boundary_pb2 as wire
 
 #: The longest name of an epoch that is read.
 EPOCH = 128
-
-_BUFFERS: Final = {buffer.value: buffer for buffer in Buffer}
 
 
 def written(message: Message) -> bytes:
@@ -39,25 +34,6 @@ def written(message: Message) -> bytes:
 
 
 # -- facts ----------------------------------------------------------------------------------------------
-
-
-def _fill(message: wire.Appending | wire.StoredFact, envelope: Envelope, fact: Fact) -> None:
-    """Write *envelope* and *fact* where they belong: making them apart and copying them takes three times as long."""
-    around = message.envelope
-    around.message_id = envelope.message_id
-    around.from_zone = envelope.from_zone
-    around.to_zone = envelope.to_zone
-    around.produced_at_unix_ms = envelope.produced_at_unix_ms
-    if envelope.correlation_id is not None:
-        around.correlation_id = envelope.correlation_id
-    if envelope.causation_id is not None:
-        around.causation_id = envelope.causation_id
-    if envelope.labels:
-        around.labels.update(envelope.labels)
-    stated = message.fact
-    stated.subject = fact.subject
-    stated.predicate = fact.predicate
-    stated.object_json = fact.object_json
 
 
 def read_envelope(message: wire.Envelope) -> Envelope:
@@ -77,11 +53,24 @@ def read_fact(message: wire.Fact) -> Fact:
     return Fact(subject=message.subject, predicate=message.predicate, object_json=message.object_json)
 
 
-def write_appending(envelope: Envelope, fact: Fact, message: wire.Appending | None = None) -> wire.Appending:
-    """Written into *message*, which may be one of many in another one, or into a new one."""
-    if message is None:
-        message = wire.Appending()
-    _fill(message, envelope, fact)
+def write_appending(envelope: Envelope, fact: Fact) -> wire.Appending:
+    message = wire.Appending()
+    # Written where they belong: making them apart and copying them takes three times as long.
+    around = message.envelope
+    around.message_id = envelope.message_id
+    around.from_zone = envelope.from_zone
+    around.to_zone = envelope.to_zone
+    around.produced_at_unix_ms = envelope.produced_at_unix_ms
+    if envelope.correlation_id is not None:
+        around.correlation_id = envelope.correlation_id
+    if envelope.causation_id is not None:
+        around.causation_id = envelope.causation_id
+    if envelope.labels:
+        around.labels.update(envelope.labels)
+    stated = message.fact
+    stated.subject = fact.subject
+    stated.predicate = fact.predicate
+    stated.object_json = fact.object_json
     return message
 
 
@@ -97,17 +86,15 @@ def read_appending(message: wire.Appending) -> Appending:
         raise
 
 
-def write_confirmation(confirmation: FactConfirmation, message: wire.Confirmation | None = None) -> wire.Confirmation:
-    """Written into *message*, or into a new one."""
-    if message is None:
-        message = wire.Confirmation()
-    message.message_id = confirmation.message_id
-    message.offset = confirmation.offset
-    message.epoch = confirmation.epoch
-    message.digest = confirmation.digest
-    message.buffer = confirmation.buffer.value
-    message.duplicate = confirmation.duplicate
-    return message
+def write_confirmation(confirmation: FactConfirmation) -> wire.Confirmation:
+    return wire.Confirmation(
+        message_id=confirmation.message_id,
+        offset=confirmation.offset,
+        epoch=confirmation.epoch,
+        digest=confirmation.digest,
+        buffer=confirmation.buffer.value,
+        duplicate=confirmation.duplicate,
+    )
 
 
 def read_confirmation(message: wire.Confirmation) -> FactConfirmation:
@@ -116,27 +103,8 @@ def read_confirmation(message: wire.Confirmation) -> FactConfirmation:
         offset=message.offset,
         epoch=message.epoch,
         digest=message.digest,
-        buffer=_BUFFERS.get(message.buffer) or Buffer(message.buffer),
+        buffer=Buffer(message.buffer),
         duplicate=message.duplicate,
-    )
-
-
-def write_stored_fact(stored: StoredFact) -> wire.StoredFact:
-    message = wire.StoredFact(
-        digest=stored.digest, offset=stored.offset, epoch=stored.epoch, stored_at_unix_ms=stored.stored_at_unix_ms
-    )
-    _fill(message, stored.envelope, stored.fact)
-    return message
-
-
-def read_stored_fact(message: wire.StoredFact) -> StoredFact:
-    return StoredFact(
-        envelope=read_envelope(message.envelope),
-        fact=read_fact(message.fact),
-        digest=message.digest,
-        offset=message.offset,
-        epoch=message.epoch,
-        stored_at_unix_ms=message.stored_at_unix_ms,
     )
 
 

@@ -6,7 +6,7 @@ It knows no connection and no store, so that a fuzzer can be let loose on it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
@@ -23,6 +23,7 @@ from ergon_framework.facts.model import (
     check_zone,
 )
 from ergon_framework.facts.service import boundary_pb2 as wire
+from ergon_framework.facts.service.batches import read_facts
 from ergon_framework.facts.service.messages import read_appending, read_cursor, read_pair, read_stored
 
 #: The most facts in one call, and the most bytes in one message; each single fact that the model allows fits.
@@ -69,17 +70,12 @@ def append_fact(data: bytes) -> Appending:
 
 def append_facts(data: bytes) -> Sequence[Appending | InvalidFactError]:
     """One that is malformed is an error of its own, and its neighbours are not."""
-    request = parse(wire.AppendFactsRequest, data)
-    if len(request.facts) > FACTS:
-        raise InvalidFactError(f"one call appends at most {FACTS:,} facts, and this one brings {len(request.facts):,}")
-    return [_or_error(message) for message in request.facts]
-
-
-def _or_error(message: Any) -> Appending | InvalidFactError:
-    try:
-        return read_appending(message)
-    except InvalidFactError as error:
-        return error
+    facts = parse(wire.AppendFactsRequest, data).facts
+    if len(facts.message_ids) > FACTS:
+        raise InvalidFactError(
+            f"one call appends at most {FACTS:,} facts, and this one brings {len(facts.message_ids):,}"
+        )
+    return read_facts(facts)
 
 
 def get_fact(data: bytes) -> tuple[str, str]:

@@ -12,11 +12,10 @@ import grpc
 from google.protobuf.message import Message
 
 from ergon_framework.errors import ConnectionLost
-from ergon_framework.facts.boundary import Appended, AsyncBoundary
+from ergon_framework.facts.boundary import AsyncBoundary
 from ergon_framework.facts.errors import AccessDenied, FactError, InvalidFactError
-from ergon_framework.facts.model import FactConfirmation
+from ergon_framework.facts.service import batches, faults, identity, messages, refusals, requests
 from ergon_framework.facts.service import boundary_pb2 as wire
-from ergon_framework.facts.service import faults, identity, messages, refusals, requests
 from ergon_framework.facts.service.access import Access
 from ergon_framework.facts.service.fetching import fetched
 from ergon_framework.facts.service.identity import Identity
@@ -74,10 +73,7 @@ class BoundaryService:
         self._access.append(who, {envelope.from_zone for envelope, _ in sound})
         stored = iter(await self._store.append_facts_async(sound) if sound else ())
         results = [each if isinstance(each, FactError) else next(stored) for each in given]
-        answer = wire.AppendFactsAnswer()
-        for result in results:
-            _write(answer.results.add(), result)
-        return answer
+        return batches.write_answer(results)
 
     async def _get_fact(self, who: Identity, data: bytes) -> Message:
         from_zone, message_id = requests.get_fact(data)
@@ -90,7 +86,7 @@ class BoundaryService:
     async def _fetch_facts(self, who: Identity, data: bytes) -> Message:
         fetch = requests.fetch_facts(data)
         self._access.read(who, fetch.pair, fetch.reader)
-        return wire.FetchFactsAnswer(facts=await fetched(self._store, fetch))
+        return batches.write_fetched(await fetched(self._store, fetch))
 
     async def _confirm_receipt(self, who: Identity, data: bytes) -> Message:
         reader, pair, cursor = requests.confirm_receipt(data)
@@ -277,13 +273,6 @@ class BoundaryService:
     def _admit(self, who: Identity) -> None:
         who.check(self._clock())
         self._revoked.check(who)
-
-
-def _write(message: wire.Appended, result: Appended) -> None:
-    if isinstance(result, FactConfirmation):
-        messages.write_confirmation(result, message.confirmation)
-    else:
-        message.fault.CopyFrom(faults.write(result))
 
 
 def _cursor(found: Any) -> Message:

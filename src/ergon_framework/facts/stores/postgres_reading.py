@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 from ergon_framework.errors import ConnectionLost
+from ergon_framework.facts import table
 from ergon_framework.facts.boundary import Behind, LogState
 from ergon_framework.facts.errors import FactError
-from ergon_framework.facts.model import Cursor, Envelope, Fact, Pair, StoredFact
+from ergon_framework.facts.model import Cursor, Pair, StoredFact
 from ergon_framework.facts.stores import postgres_statements as statements
 from ergon_framework.facts.stores import refusals
 from ergon_framework.facts.stores.postgres_store import TRIES, Store
@@ -69,7 +70,7 @@ def fetch(store: Store, reader: str, pair: Pair, limit: int, after: Cursor | Non
         asked = {"log": state.log, "after": begin, "last": state.last, "bytes": _BYTES, "limit": min(limit, _LARGEST)}
         rows = yield Query(statements.FETCH, asked)
         if rows:
-            return [_stored(row, pair, state.epoch) for row in rows]
+            return _stored(rows, pair, state.epoch)
         # Retention came in between; the next look says so.
     raise FactError(
         f"facts from {pair.from_zone!r} to {pair.to_zone!r} are missing from the database that should be retained; "
@@ -92,24 +93,29 @@ def _check(pair: Pair, cursor: Cursor, state: _State) -> None:
         raise refusals.never_given(pair, cursor.offset, state.last)
 
 
-def _stored(row: tuple[Any, ...], pair: Pair, epoch: str) -> StoredFact:
-    offset, stored_at, message_id, produced, correlation, causation, labels, subject, predicate, text, digest = row
-    return StoredFact(
-        envelope=Envelope(
-            message_id=message_id,
-            from_zone=pair.from_zone,
-            to_zone=pair.to_zone,
-            produced_at_unix_ms=produced,
-            correlation_id=correlation,
-            causation_id=causation,
-            labels=json.loads(labels) if labels else {},
-        ),
-        fact=Fact(subject=subject, predicate=predicate, object_json=text),
-        digest=f"sha256:{digest.hex()}",
-        offset=offset,
-        epoch=epoch,
-        stored_at_unix_ms=stored_at,
+def _stored(rows: Sequence[tuple[Any, ...]], pair: Pair, epoch: str) -> list[StoredFact]:
+    """The facts of *rows*, of which there is at least one."""
+    offsets, stored_at, ids, produced, correlations, causations, labels, subjects, predicates, texts, digests = zip(
+        *rows, strict=True
     )
+    stated = table.read(
+        table.Table(
+            message_ids=ids,
+            from_zones=[pair.from_zone] * len(rows),
+            to_zones=[pair.to_zone] * len(rows),
+            produced=produced,
+            correlations=correlations,
+            causations=causations,
+            subjects=subjects,
+            predicates=predicates,
+            objects=texts,
+            labels={place: json.loads(written) for place, written in enumerate(labels) if written},
+        )
+    )
+    return [
+        table.stored(each, digest=f"sha256:{digest.hex()}", offset=offset, epoch=epoch, stored_at_unix_ms=moment)
+        for each, digest, offset, moment in zip(stated, digests, offsets, stored_at, strict=True)
+    ]
 
 
 def _confirmable(store: Store, reader: str, pair: Pair, cursor: Cursor) -> Operation[tuple[_State, int]]:

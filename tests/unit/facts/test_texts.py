@@ -1,0 +1,135 @@
+"""Texts that are understood at once are understood as each of them by itself."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from ergon_framework.facts import texts
+from ergon_framework.facts.errors import InvalidFactError
+from ergon_framework.facts.identity import canonical, parse
+from ergon_framework.facts.texts import understood
+
+#: What the fast reader takes, or may take, otherwise than the rules want it.
+ODD = (
+    *('{"a":1,"a":2}', '{"a":"\\u0022","b":1,"b":2}', '{"a":{"b":1,"b":1}}', '{"a":1,"\\u0061":2}'),
+    *("9007199254740992", "9007199254740993", "-9007199254740993", "1" * 400, "123456789012345"),
+    *("NaN", "Infinity", "-Infinity", "1e999", "-1e999", "nan", "[1,NaN]"),
+    *("-0", "-0.0", "1.0", "10.05", "1e5", "1E5", "1e-7", "1e-3", "1e21", "0.1000000000000000055", "12.50", "0.00001"),
+    *("01", "1.", ".5", "+1", "1e", "--1", "0x1", "1_0"),
+    *(
+        '"\\ud800"',
+        '"\\ud83d\\ude00"',
+        '"\ud800"',
+        '"\\u001f"',
+        '["a","\\u001f","b"]',
+        '"\x1f"',
+        "\x1f",
+        '"\n"',
+        '"\t"',
+    ),
+    *('"\\/"', '"\\n\\""', '"\\\\"', '"\\x"', '"v1.0 e+1"', '"\x7f\u2028"', "'a'", '"a', 'a"', '"\\"'),
+    *(
+        '{"\ufb33":1,"\U0001f600":2}',
+        '{"é":1,"e":2}',
+        '{"b":1,"a":2}',
+        '{ "a" : [ 1 , 2 ] }',
+        " 1",
+        "1 ",
+        "\ufeff1",
+        "\xa01",
+    ),
+    *("[" * 63 + "]" * 63, "[" * 64 + "]" * 64, "[" * 65 + "]" * 65, "[" * 66 + "]" * 66, "[" * 300 + "]" * 300),
+    *(
+        "",
+        " ",
+        "{",
+        "[1",
+        "1,2",
+        "1 2",
+        "[3",
+        "4]",
+        "{}",
+        "[]",
+        "null",
+        "true",
+        "nul",
+        "[1,]",
+        '{"a":1,}',
+        "{'a':1}",
+        "//",
+    ),
+)
+
+
+def one_by_one(given):
+    """Value and canonical form of each, or None if one has none."""
+    try:
+        values = [parse(text) for text in given]
+        return repr(values), [canonical(value) for value in values]
+    except InvalidFactError:
+        return None
+
+
+def at_once(given):
+    try:
+        values, written = understood(given)
+    except InvalidFactError:
+        return None
+    return repr(list(values)), list(written)
+
+
+@pytest.mark.spec("FAC-03")
+@pytest.mark.parametrize("text", ODD, ids=lambda text: ascii(text)[:40])
+def test_what_is_odd_means_the_same_alone_and_among_others(text):
+    assert at_once([text]) == one_by_one([text])
+    around = ['{"b":1,"a":[2.5,"x"]}', text, '"y"']
+    assert at_once(around) == one_by_one(around)
+
+
+@pytest.mark.spec("FAC-03")
+@given(st.lists(st.sampled_from(ODD), max_size=6))
+@example(["1,2", "[3", "4]"])
+@example([])
+def test_any_mixture_of_them_does(given):
+    assert at_once(given) == one_by_one(given)
+
+
+def _texts():
+    """JSON as somebody may write it: numbers in many forms, blanks, keys in any order and more than once."""
+    numbers = st.integers(-(10**17), 10**17).map(str)
+    numbers |= st.floats(allow_nan=False, allow_infinity=False).map(repr)
+    numbers |= st.builds("{:.{}f}".format, st.floats(-1e16, 1e16), st.integers(0, 20))
+    numbers |= st.builds("{:.{}e}".format, st.floats(-1e16, 1e16), st.integers(0, 20))
+    words = st.text(st.characters(exclude_categories=["Cs", "Cc"], exclude_characters='"\\'), max_size=4)
+    strings = words.map('"{}"'.format) | st.sampled_from(('"\\n"', '"\\u0022"', '"\\""', '"\\u00e9"'))
+    keys = st.sampled_from(('"a"', '"b"', '"é"', '"\ufb33"', '"\U0001f600"')) | strings
+
+    def nested(inner):
+        blank = st.sampled_from(("", "", "", " ", "\n"))
+        lists = st.lists(inner, max_size=4).map(",".join).map("[{}]".format)
+        pairs = st.builds("{}:{}{}".format, keys, blank, inner)
+        return lists | st.lists(pairs, max_size=4).map(",".join).map("{{{}}}".format)
+
+    return st.recursive(numbers | strings | st.sampled_from(("null", "true", "false")), nested, max_leaves=12)
+
+
+@pytest.mark.spec("FAC-03")
+@given(st.lists(_texts(), max_size=5))
+def test_whatever_is_written_means_the_same(given):
+    assert at_once(given) == one_by_one(given)
+
+
+def test_everyday_texts_need_not_be_read_one_by_one(monkeypatch):
+    monkeypatch.setattr(texts, "parse", lambda text: pytest.fail(f"{text} was read by itself"))
+    values, written = understood(
+        ['{"total":12.5,"lines":[1,2,3],"text":"a \\"b\\" c\\n"}', '{"text":"grün 🙂","x":1.0}']
+    )
+    assert values == [{"total": 12.5, "lines": [1, 2, 3], "text": 'a "b" c\n'}, {"text": "grün 🙂", "x": 1.0}]
+    assert written == ['{"lines":[1,2,3],"text":"a \\"b\\" c\\n","total":12.5}', '{"text":"grün 🙂","x":1}']
+
+
+def test_the_first_that_has_no_canonical_form_is_told():
+    with pytest.raises(InvalidFactError, match="'b' stands twice"):
+        understood(["1", '{"b":1,"b":2}', "{"])
