@@ -89,6 +89,7 @@ def many(**columns):
         ("AppendFacts", many(message_ids=["m"], subjects=["a", "b"]), "1 from_zones, and not 0"),
         ("FetchFacts", b"", "name of a reader"),
         ("FetchFacts", wire.FetchFactsRequest(reader="r", limit=-1).SerializeToString(), "limit"),
+        ("ConfirmReceipt", wire.ConfirmReceiptRequest(reader="r").SerializeToString(), "a receipt has a cursor"),
         ("GetFact", wire.GetFactRequest(from_zone="Plant A", message_id="a b").SerializeToString(), "message_id"),
         ("CursorAt", wire.CursorAtRequest(unix_ms=-1).SerializeToString(), "unix_ms"),
         ("EndOf", b"", "from_zone"),

@@ -12,6 +12,7 @@ import re
 import uuid
 from collections.abc import Callable, Iterable
 from datetime import UTC, date, datetime
+from itertools import accumulate
 from typing import Any, Final, NoReturn
 
 from ergon_framework.facts.errors import InvalidFactError
@@ -133,8 +134,12 @@ def is_beyond_doubt(written: str) -> bool:
 
 
 def is_shallow(written: str) -> bool:
-    """Whether it has too few brackets to be nested too deep."""
-    return len(written) <= DEPTH or written.count("{") + written.count("[") <= DEPTH
+    """Whether it is nested no deeper than it may be, for certain."""
+    if len(written) <= DEPTH or written.count("{") + written.count("[") <= DEPTH:
+        return True
+    # Many side by side are common, such as the lines of an order.
+    brackets = _STRING("", written).encode(errors="replace").translate(None, _NO_BRACKETS)
+    return max(accumulate(map(_STEPS.__getitem__, brackets))) <= DEPTH
 
 
 def is_common(written: str) -> bool:
@@ -176,6 +181,9 @@ def _encoding() -> Callable[[Any], str]:
 
 #: A value that holds nothing but plain values, as the library writes it.
 encoded: Final = _encoding()
+_STRING: Final = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"').sub
+_STEPS: Final = {ord("{"): 1, ord("["): 1, ord("}"): -1, ord("]"): -1}
+_NO_BRACKETS: Final = bytes(byte for byte in range(256) if byte not in _STEPS)
 _ODD: Final = re.compile(r"\.0(?![0-9])|[0-9]e[+-]").search
 
 _WORDS: Final = {None: "null", True: "true", False: "false"}

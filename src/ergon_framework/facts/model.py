@@ -140,7 +140,7 @@ class Envelope:
         )
 
     @classmethod
-    def sound(
+    def _sound(
         cls,
         *,
         message_id: str,
@@ -216,7 +216,7 @@ class Fact:
         )
 
     @classmethod
-    def sound(
+    def _sound(
         cls, subject: str, predicate: str, object_json: str, written: str, named: ArtifactReference | None
     ) -> Self:
         """One of which all is known to be as it must be; *written* is its object in canonical form."""

@@ -20,7 +20,6 @@ from ergon_framework.facts.model import (
     SUBJECT,
     Envelope,
     Fact,
-    StoredFact,
     check_zone,
     reference,
 )
@@ -46,58 +45,56 @@ class Table(NamedTuple):
     labels: Mapping[int, Mapping[str, str]]
 
 
-def read(table: Table) -> Sequence[Appending | InvalidFactError]:
+def read(table: Table) -> Sequence[Appending]:
+    """The facts; the first that is malformed is raised."""
+    return _at_once(table) or [_one(table, place) for place in range(len(table.message_ids))]
+
+
+def read_each(table: Table) -> Sequence[Appending | InvalidFactError]:
     """The facts; one that is malformed is an error of its own, and its neighbours are not."""
     try:
-        sound = _at_once(table)
+        return read(table)
     except InvalidFactError:
-        sound = None
-    return [_one(table, place) for place in range(len(table.message_ids))] if sound is None else sound
+        return [_or_error(table, place) for place in range(len(table.message_ids))]
 
 
-def stored(
-    stated: Appending | InvalidFactError, *, digest: str, offset: int, epoch: str, stored_at_unix_ms: int
-) -> StoredFact:
-    """One of those that were read, with what its store has given it; one that is malformed is raised."""
-    if isinstance(stated, InvalidFactError):
-        raise stated
-    envelope, fact = stated
-    return StoredFact(
-        envelope=envelope, fact=fact, digest=digest, offset=offset, epoch=epoch, stored_at_unix_ms=stored_at_unix_ms
-    )
-
-
-def _one(table: Table, place: int) -> Appending | InvalidFactError:
+def _or_error(table: Table, place: int) -> Appending | InvalidFactError:
     try:
-        envelope = Envelope(
-            message_id=table.message_ids[place],
-            from_zone=table.from_zones[place],
-            to_zone=table.to_zones[place],
-            produced_at_unix_ms=table.produced[place],
-            correlation_id=table.correlations[place],
-            causation_id=table.causations[place],
-            labels=table.labels.get(place, {}),
-        )
-        fact = Fact(subject=table.subjects[place], predicate=table.predicates[place], object_json=table.objects[place])
+        return _one(table, place)
     except InvalidFactError as error:
         return error
+
+
+def _one(table: Table, place: int) -> Appending:
+    envelope = Envelope(
+        message_id=table.message_ids[place],
+        from_zone=table.from_zones[place],
+        to_zone=table.to_zones[place],
+        produced_at_unix_ms=table.produced[place],
+        correlation_id=table.correlations[place],
+        causation_id=table.causations[place],
+        labels=table.labels.get(place, {}),
+    )
+    fact = Fact(subject=table.subjects[place], predicate=table.predicates[place], object_json=table.objects[place])
     return envelope, fact
 
 
 def _at_once(table: Table) -> list[Appending] | None:
-    """The facts, if all of them are sound for certain; else None, or the error of one."""
+    """The facts, if all of them are sound for certain; else None, or one of what is wrong with them is raised."""
     if not (table.message_ids and _are_sound(table)):
         return None
     values, written = understood(table.objects)
     named = [reference(value) if _REFERRING in text else None for value, text in zip(values, written, strict=True)]
-    facts = map(Fact.sound, table.subjects, table.predicates, table.objects, written, named)
+    make = Fact._sound  # noqa: SLF001 - nobody else may skip what is checked here
+    facts = map(make, table.subjects, table.predicates, table.objects, written, named)
     return list(zip(_envelopes(table), facts, strict=True))
 
 
 def _envelopes(table: Table) -> list[Envelope]:
     find = table.labels.get
+    make = Envelope._sound  # noqa: SLF001 - as above
     return [
-        Envelope.sound(
+        make(
             message_id=message_id,
             from_zone=from_zone,
             to_zone=to_zone,

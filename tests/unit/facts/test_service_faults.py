@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import grpc
 import pytest
 
@@ -121,3 +124,16 @@ def test_a_status_without_a_fault_is_told_by_what_is_known(code, kind, trailing)
     assert type(got) is kind
     assert "AppendFact" in str(got)
     assert "said so" in str(got)
+
+
+def test_the_document_names_every_status_as_it_is_sent():
+    page = (Path(__file__).parents[3] / "docs" / "facts.md").read_text(encoding="utf-8")
+    lines = [
+        line.split("|") for line in page.partition("| status | with a fault |")[2].splitlines() if line[:2] == "| "
+    ]
+    told = {
+        kind: set(re.findall("[A-Z_]{4,}", line[1])) for line in lines for kind in re.findall("`([A-Z]\\w+)`", line[2])
+    }
+    sent = {kind: {status.name} for kind, status in faults._STATUS.items()}
+    sent["AccessDenied"].add("UNAUTHENTICATED")
+    assert told == sent

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ergon_framework.facts import table
 from ergon_framework.facts.errors import InvalidFactError
 from ergon_framework.facts.model import OBJECT_JSON, Envelope, Fact, digest_of
-from ergon_framework.facts.table import Table, read
+from ergon_framework.facts.table import Table, read, read_each
 
 DIGEST = "sha256:" + "ab" * 32
 REFERENCE = f'{{"size":7,"bucket":"files","key":"a/b.pdf","digest":"{DIGEST}"}}'
@@ -89,7 +89,7 @@ def alike(got, wanted):
 @pytest.mark.parametrize("field, value", VALUES, ids=lambda value: ascii(value)[:24])
 def test_one_value_is_judged_as_alone_and_spoils_no_neighbour(field, value):
     rows = [SOUND, SOUND | {"message_id": "m-2", field: value}, SOUND | {"message_id": "m-3"}]
-    got = read(of(rows))
+    got = read_each(of(rows))
     assert [alike(each, alone(row)) for each, row in zip(got, rows, strict=True)] == [True] * 3
     assert not any(isinstance(each, InvalidFactError) for each in (got[0], got[2]))
 
@@ -97,7 +97,7 @@ def test_one_value_is_judged_as_alone_and_spoils_no_neighbour(field, value):
 @given(st.lists(st.lists(st.sampled_from([pair for pair in VALUES if len(str(pair)) < 2_000]), max_size=2), max_size=5))
 def test_any_mixture_is_judged_as_alone(changes):
     rows = [SOUND | {"message_id": f"m-{n}"} | dict(change) for n, change in enumerate(changes)]
-    got = read(of(rows))
+    got = read_each(of(rows))
     assert len(got) == len(rows)
     assert all(alike(each, alone(row)) for each, row in zip(got, rows, strict=True))
 
@@ -110,9 +110,18 @@ def test_what_is_sound_is_not_made_one_by_one(monkeypatch):
             [("1", {}, None), (REFERENCE, {"a": "b"}, "c"), ('"🙂"', {}, None)]
         )
     ]
-    got = read(of(rows))
+    got = read_each(of(rows))
     assert [envelope.correlation_id for envelope, _ in got] == [None, "c", None]
     assert [fact.artifact is None for _, fact in got] == [True, False, True]
+
+
+def test_where_all_must_be_sound_the_first_that_is_not_is_raised_and_no_other_looked_at(monkeypatch):
+    rows = [SOUND, SOUND | {"subject": ""}, SOUND | {"object_json": "{"}]
+    with pytest.raises(InvalidFactError, match="subject has 1 to 512"):
+        read(of(rows))
+    monkeypatch.setattr(table, "_or_error", lambda *_: pytest.fail("an error for each"))
+    with pytest.raises(InvalidFactError):
+        read(of(rows * 10))
 
 
 @pytest.mark.spec("FAC-01")

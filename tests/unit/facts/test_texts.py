@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ergon_framework.facts import texts
+from ergon_framework.facts import identity, texts
 from ergon_framework.facts.errors import InvalidFactError
 from ergon_framework.facts.identity import canonical, parse
 from ergon_framework.facts.texts import understood
@@ -128,6 +128,34 @@ def test_everyday_texts_need_not_be_read_one_by_one(monkeypatch):
     )
     assert values == [{"total": 12.5, "lines": [1, 2, 3], "text": 'a "b" c\n'}, {"text": "grün 🙂", "x": 1.0}]
     assert written == ['{"lines":[1,2,3],"text":"a \\"b\\" c\\n","total":12.5}', '{"text":"grün 🙂","x":1}']
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" + ",".join('{"n":[1]}' for _ in range(100)) + "]",
+        '{"text":"' + "[" * 100 + '","lines":[' + ",".join(["[]"] * 100) + "]}",
+        '["' + "]" * 100 + '",' + '"\\"[",' * 80 + "[" * 63 + "1" + "]" * 63 + "]",
+    ],
+)
+def test_what_is_wide_is_not_taken_for_deep(monkeypatch, text):
+    wanted = one_by_one([text])
+    monkeypatch.setattr(texts, "canonical", lambda _: pytest.fail("written value by value"))
+    monkeypatch.setattr(identity, "canonical", lambda _: pytest.fail("written value by value"))
+    assert at_once([text]) == wanted
+    assert identity.canonical_parsed(parse(text)) == wanted[1][0]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '["' + "]" * 100 + '",' + "[" * 64 + "1" + "]" * 64 + "]",
+        '["\\"' + "]" * 100 + '",' + '{"a":' * 65 + "1" + "}" * 65 + "]",
+    ],
+)
+def test_brackets_in_texts_do_not_hide_how_deep_it_is(text):
+    with pytest.raises(InvalidFactError, match="deeper than 64"):
+        understood([text])
 
 
 def test_the_first_that_has_no_canonical_form_is_told():

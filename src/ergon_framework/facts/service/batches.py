@@ -10,15 +10,16 @@ from typing import Final, TypeGuard, TypeVar
 
 from ergon_framework.facts import table
 from ergon_framework.facts.boundary import Appended, Appending
-from ergon_framework.facts.errors import InvalidFactError, ServiceFailed
-from ergon_framework.facts.model import Buffer, Envelope, Fact, FactConfirmation, StoredFact
+from ergon_framework.facts.errors import InvalidFactError
+from ergon_framework.facts.model import Envelope, Fact, FactConfirmation, Side, StoredFact
 from ergon_framework.facts.service import boundary_pb2 as wire
 from ergon_framework.facts.service import faults
 from ergon_framework.facts.service.messages import read_confirmation, write_confirmation
 
-#: What a fact takes at most besides its texts: their lengths, its numbers, a digest; and a label.
-_FRAME: Final = 256
-_LABEL: Final = 32
+#: What a fact takes at most besides its texts: their lengths and those of its labels, its numbers, a digest.
+_FRAME: Final = 512
+
+_STORE_BUFFERS: Final = {side.store_buffer.value: side.store_buffer for side in Side}
 
 V = TypeVar("V", str, int)
 
@@ -28,13 +29,11 @@ def weight(envelope: Envelope, fact: Fact) -> int:
     texts = len(envelope.message_id) + len(envelope.from_zone) + len(envelope.to_zone)
     texts += len(fact.subject) + len(fact.predicate)
     texts += len(envelope.correlation_id or "") + len(envelope.causation_id or "")
-    size = _FRAME
     if envelope.labels:
         texts += sum(len(name) + len(value) for name, value in envelope.labels.items())
-        size += _LABEL * len(envelope.labels)
     # A character has at most four bytes; of the object, which may be large, they are counted.
     written = fact.object_json
-    return size + 4 * texts + (len(written) if written.isascii() else len(written.encode()))
+    return _FRAME + 4 * texts + (len(written) if written.isascii() else len(written.encode()))
 
 
 # -- facts ----------------------------------------------------------------------------------------------
@@ -59,23 +58,31 @@ def write_facts(facts: Sequence[Appending], message: wire.Facts) -> None:
 
 def read_facts(message: wire.Facts) -> Sequence[Appending | InvalidFactError]:
     """One that is malformed is an error of its own, and its neighbours are not; columns that do not fit are refused."""
+    try:
+        columns = _table(message)
+    except ValueError as error:
+        raise InvalidFactError(str(error)) from error
+    return table.read_each(columns)
+
+
+def _table(message: wire.Facts) -> table.Table:
+    """The columns, which fit together; else a ValueError says why not."""
     count = len(message.message_ids)
-    labels = {place: dict(found.values) for place, found in message.labels.items()} if len(message.labels) else {}
-    if any(not 0 <= place < count for place in labels):
-        raise InvalidFactError(f"labels belong to the facts with the numbers 0 to {count - 1}, not to {max(labels)}")
-    return table.read(
-        table.Table(
-            message_ids=list(message.message_ids),
-            from_zones=_spread("from_zones", message.from_zones, count),
-            to_zones=_spread("to_zones", message.to_zones, count),
-            produced=_each("produced_at_unix_ms", message.produced_at_unix_ms, count),
-            subjects=_each("subjects", message.subjects, count),
-            predicates=_each("predicates", message.predicates, count),
-            objects=_each("objects_json", message.objects_json, count),
-            correlations=_perhaps("correlation_ids", message.correlation_ids, count),
-            causations=_perhaps("causation_ids", message.causation_ids, count),
-            labels=labels,
-        )
+    # There may be far more labels than facts; then one of the first that are looked at is nobody's.
+    for place in message.labels:
+        if not 0 <= place < count:
+            raise ValueError(f"there are {count} facts, counted from 0, and labels for the one with number {place}")
+    return table.Table(
+        message_ids=list(message.message_ids),
+        from_zones=_spread("from_zones", message.from_zones, count),
+        to_zones=_spread("to_zones", message.to_zones, count),
+        produced=_each("produced_at_unix_ms", message.produced_at_unix_ms, count),
+        subjects=_each("subjects", message.subjects, count),
+        predicates=_each("predicates", message.predicates, count),
+        objects=_each("objects_json", message.objects_json, count),
+        correlations=_perhaps("correlation_ids", message.correlation_ids, count),
+        causations=_perhaps("causation_ids", message.causation_ids, count),
+        labels={place: dict(found.values) for place, found in message.labels.items()},
     )
 
 
@@ -90,7 +97,7 @@ def _if_any(values: Sequence[str | None]) -> list[str]:
 
 def _each(name: str, values: Sequence[V], count: int) -> list[V]:
     if len(values) != count:
-        raise InvalidFactError(f"{count} facts have {count} {name}, and not {len(values)}")
+        raise ValueError(f"{count} facts have {count} {name}, and not {len(values)}")
     return list(values)
 
 
@@ -137,29 +144,37 @@ def _write_other(message: wire.Appended, result: Appended) -> None:
 
 
 def read_answer(message: wire.AppendFactsAnswer, message_ids: Sequence[str]) -> Sequence[Appended]:
-    """What came of the facts with these ids."""
-    asked = len(message_ids)
-    offsets, digests = list(message.offsets), list(message.digests)
-    if len(offsets) != asked or len(digests) != asked:
-        raise ServiceFailed(f"{asked} facts had {len(offsets)} offsets and {len(digests)} digests; append them again")
-    epoch, buffer = message.epoch, Buffer(message.buffer) if any(offsets) else None
-    found: list[Appended] = []
-    for place, (message_id, offset, digest) in enumerate(zip(message_ids, offsets, digests, strict=True)):
-        if offset and buffer:
-            found.append(
-                FactConfirmation(message_id=message_id, offset=offset, epoch=epoch, digest=digest, buffer=buffer)
-            )
-        else:
-            found.append(_read_other(message, place))
-    return found
+    """What came of the facts with these ids; a ValueError says what is wrong with an answer that is none."""
+    count = len(message_ids)
+    offsets, digests = _each("offsets", message.offsets, count), _each("digests", message.digests, count)
+    new = count - offsets.count(0)
+    if len(message.others) != count - new:
+        raise ValueError(f"{new} of {count} facts are new, and {len(message.others)} are others")
+    if not new:
+        return [_read_other(message, *each) for each in enumerate(message_ids)]
+    if min(offsets) < 0:
+        raise ValueError(f"no fact has the offset {min(offsets)}")
+    epoch, buffer = message.epoch, _STORE_BUFFERS.get(message.buffer)
+    if buffer is None:
+        raise ValueError(f"facts are confirmed in {' or '.join(_STORE_BUFFERS)}, and not in {message.buffer!r:.20}")
+    return [
+        FactConfirmation(message_id=message_id, offset=offset, epoch=epoch, digest=digest, buffer=buffer)
+        if offset
+        else _read_other(message, place, message_id)
+        for place, (message_id, offset, digest) in enumerate(zip(message_ids, offsets, digests, strict=True))
+    ]
 
 
-def _read_other(message: wire.AppendFactsAnswer, place: int) -> Appended:
+def _read_other(message: wire.AppendFactsAnswer, place: int, message_id: str) -> Appended:
     other = message.others.get(place)
     kind = None if other is None else other.WhichOneof("result")
     if other is None or kind is None:
-        raise ServiceFailed(f"the fact with the number {place} had no answer; append them again")
-    return read_confirmation(other.confirmation) if kind == "confirmation" else faults.read(other.fault)
+        raise ValueError(f"nothing came of the fact with number {place}")
+    if kind == "fault":
+        return faults.read(other.fault)
+    if other.confirmation.message_id != message_id:
+        raise ValueError(f"the fact {message_id!r} was confirmed as {other.confirmation.message_id!r:.60}")
+    return read_confirmation(other.confirmation)
 
 
 # -- facts that are read --------------------------------------------------------------------------------
@@ -176,18 +191,17 @@ def write_fetched(facts: Sequence[StoredFact]) -> wire.FetchFactsAnswer:
     return answer
 
 
-def read_fetched(message: wire.FetchFactsAnswer) -> Sequence[StoredFact]:
-    """The first that is malformed is raised."""
-    facts = read_facts(message.facts)
-    count = len(facts)
+def read_fetched(message: wire.FetchFactsAnswer, limit: int) -> Sequence[StoredFact]:
+    """At most *limit* facts, the first that is malformed is raised; a ValueError if the answer is none."""
+    count = len(message.facts.message_ids)
+    if count > limit:
+        raise ValueError(f"{count} facts came where {limit} were asked for")
+    digests, offsets = _each("digests", message.digests, count), _each("offsets", message.offsets, count)
+    moments = _each("stored_at_unix_ms", message.stored_at_unix_ms, count)
+    epochs = _spread("epochs", message.epochs, count)
     return [
-        table.stored(each, digest=digest, offset=offset, epoch=epoch, stored_at_unix_ms=moment)
-        for each, digest, offset, epoch, moment in zip(
-            facts,
-            _each("digests", message.digests, count),
-            _each("offsets", message.offsets, count),
-            _spread("epochs", message.epochs, count),
-            _each("stored_at_unix_ms", message.stored_at_unix_ms, count),
-            strict=True,
+        StoredFact(envelope=envelope, fact=fact, digest=digest, offset=offset, epoch=epoch, stored_at_unix_ms=moment)
+        for (envelope, fact), digest, offset, epoch, moment in zip(
+            table.read(_table(message.facts)), digests, offsets, epochs, moments, strict=True
         )
     ]

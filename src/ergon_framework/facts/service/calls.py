@@ -33,7 +33,7 @@ class Asked(Generic[T]):
         try:
             return self.read(self.answer.FromString(data))
         except (DecodeError, ValueError) as error:
-            raise ServiceFailed(f"the answer to {self.method} cannot be read: {error}") from error
+            raise ServiceFailed(f"the answer to {self.method} cannot be read: {error}; ask again") from error
 
 
 def describe() -> Asked[tuple[str, BoundaryCapabilities]]:
@@ -47,6 +47,7 @@ def append_fact(envelope: Envelope, fact: Fact) -> Asked[FactConfirmation]:
 
 def append_facts(facts: Sequence[Appending]) -> Iterator[Asked[Sequence[Appended]]]:
     """As many calls as the limits of one call make necessary."""
+    facts = list(facts)
     begin = size = 0
     for place, (envelope, fact) in enumerate(facts):
         more = batches.weight(envelope, fact)
@@ -75,13 +76,14 @@ def _found(answer: wire.GetFactAnswer) -> FactConfirmation | None:
 
 
 def fetch_facts(reader: str, pair: Pair, limit: int, after: Cursor | None) -> Asked[Sequence[StoredFact]]:
+    limit = max(0, min(limit, FACTS))
     request = wire.FetchFactsRequest(
         reader=reader,
         pair=messages.write_pair(pair),
-        limit=max(0, min(limit, FACTS)),
+        limit=limit,
         after=None if after is None else messages.write_cursor(after),
     )
-    return Asked("FetchFacts", request, wire.FetchFactsAnswer, batches.read_fetched)
+    return Asked("FetchFacts", request, wire.FetchFactsAnswer, lambda answer: batches.read_fetched(answer, limit))
 
 
 def confirm_receipt(reader: str, pair: Pair, cursor: Cursor) -> Asked[None]:

@@ -97,6 +97,9 @@ def fetch_facts(data: bytes) -> Fetch:
 def confirm_receipt(data: bytes) -> tuple[str, Pair, Cursor]:
     request = parse(wire.ConfirmReceiptRequest, data)
     check_reader(request.reader)
+    if not request.HasField("cursor"):
+        # Taken for offset 0 it would confirm nothing, and look as if it had.
+        raise InvalidFactError("a receipt has a cursor, and this one has none; give that of the last fact")
     return request.reader, read_pair(request.pair), read_cursor(request.cursor)
 
 

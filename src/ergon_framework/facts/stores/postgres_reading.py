@@ -113,8 +113,15 @@ def _stored(rows: Sequence[tuple[Any, ...]], pair: Pair, epoch: str) -> list[Sto
         )
     )
     return [
-        table.stored(each, digest=f"sha256:{digest.hex()}", offset=offset, epoch=epoch, stored_at_unix_ms=moment)
-        for each, digest, offset, moment in zip(stated, digests, offsets, stored_at, strict=True)
+        StoredFact(
+            envelope=envelope,
+            fact=fact,
+            digest=f"sha256:{digest.hex()}",
+            offset=offset,
+            epoch=epoch,
+            stored_at_unix_ms=moment,
+        )
+        for (envelope, fact), digest, offset, moment in zip(stated, digests, offsets, stored_at, strict=True)
     ]
 
 
