@@ -75,6 +75,8 @@ def test_a_claim_of_keys_looks_at_what_it_takes_however_long_the_queue_has_becom
     with psycopg.connect(database, autocommit=True) as connection:
         # Until autovacuum comes, once a minute, nobody has counted; what was planned for a short queue is kept.
         connection.execute("alter table ergon.ready set (autovacuum_enabled = off)")
+        # Whatever joins tables, where it could look one row up after the other, is made to read all of one.
+        connection.execute(f"alter database {connection.info.dbname} set enable_nestloop = off")
     queue = PostgresQueue("orders", dsn=database)
     queue.open()
     dispatch(0, 2000)

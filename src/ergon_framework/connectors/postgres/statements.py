@@ -197,8 +197,12 @@ waiting as (
     )
 ),
 aside as (
-    delete from ergon.ready r using elders e
-    where e.behind and r.queue = %(queue)s and r.rank = e.rank and r.id = e.id
+    delete from ergon.ready r where r.ctid = any(array(
+        select f.place from elders e, lateral (
+            select p.ctid as place from ergon.ready p
+            where p.queue = %(queue)s and p.rank = e.rank and p.id = e.id limit 1
+        ) as f where e.behind
+    ))
     returning r.*
 ),
 {moved},
@@ -217,11 +221,14 @@ hold as (
 )
 select m.id, m.key, m.rank, 1, m.headers, m.body, %(inbox)s and (
     select i.queue from ergon.inbox i where i.queue = %(queue)s and i.transaction_id = m.transaction_id
-) is not null from taken t join ergon.ready m on m.queue = %(queue)s and m.rank = t.rank and m.id = t.id
+) is not null from taken t, lateral (
+    select p.* from ergon.ready p where p.queue = %(queue)s and p.rank = t.rank and p.id = t.id limit 1
+) as m
 union all
 select m.id, m.key, null, m.deliveries + 1, m.headers, m.body, %(inbox)s and (
     select i.queue from ergon.inbox i where i.queue = %(queue)s and i.transaction_id = m.transaction_id
-) is not null from taken t join ergon.content m on t.rank is null and m.id = t.id
+) is not null from taken t, lateral (select c.* from ergon.content c where c.id = t.id limit 1) as m
+where t.rank is null
 order by 1
 """.format(moved=_moved("aside"))
 
