@@ -12,6 +12,7 @@ import re
 import uuid
 from collections.abc import Callable, Iterable
 from datetime import UTC, date, datetime
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any, Final, NoReturn
 
@@ -254,6 +255,10 @@ def _quoted(text: str) -> str:
     return _quote(text)
 
 
+#: The same for zones and predicates, of which there are few, and each of them in many facts.
+_name: Final = lru_cache(1024)(_quoted)
+
+
 def _half(text: str) -> InvalidFactError:
     return InvalidFactError(f"{text!r:.40} holds half of a surrogate pair, which is no character; repair the text")
 
@@ -324,8 +329,8 @@ def digest(*, from_zone: str, to_zone: str, subject: str, predicate: str, object
 def digest_written(*, from_zone: str, to_zone: str, subject: str, predicate: str, written: str) -> str:
     """The same for an object that is in canonical form already, which is most of the work."""
     stated = (
-        f'{{"from_zone":{_quoted(from_zone)},"object":{written},"predicate":{_quoted(predicate)},'
-        f'"subject":{_quoted(subject)},"to_zone":{_quoted(to_zone)}}}'
+        f'{{"from_zone":{_name(from_zone)},"object":{written},"predicate":{_name(predicate)},'
+        f'"subject":{_quoted(subject)},"to_zone":{_name(to_zone)}}}'
     )
     return f"sha256:{hashlib.sha256(stated.encode()).hexdigest()}"
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Sequence
 from datetime import datetime
 from typing import Any, Final, NamedTuple, Self, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from ergon_framework.connectors.postgres.queue import VARIABLE
 from ergon_framework.errors import ConfigurationError
@@ -70,13 +70,19 @@ class _Premises:
         #: Facts that are appended and such that are forwarded never go together: they are different statements.
         self.shared = {kind: Shared(self._commit) for kind in (False, True)}
         self._per_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[bool, AsyncShared]] = WeakKeyDictionary()
+        #: The loop that asked last, which mostly asks again, and its own; in one piece, for loops of several threads.
+        self._last: tuple[ref[asyncio.AbstractEventLoop], dict[bool, AsyncShared]] | None = None
 
     def shared_here(self) -> dict[bool, AsyncShared]:
         """Those of the running event loop."""
         loop = asyncio.get_running_loop()
+        last = self._last
+        if last is not None and last[0]() is loop:
+            return last[1]
         found = self._per_loop.get(loop)
         if found is None:
             found = self._per_loop[loop] = {kind: AsyncShared(self._commit_async) for kind in (False, True)}
+        self._last = ref(loop), found
         return found
 
     def _commit(self, items: Sequence[Item]) -> Sequence[Appended]:

@@ -201,7 +201,8 @@ class AsyncShared:
         request = _Request(items)
         done = request.done = asyncio.get_running_loop().create_future()
         self._waiting.append(request)
-        if self._busy == 0 or (self._waiting.is_full and self._busy < _AT_ONCE):
+        # Asked for every fact, and so without the way to is_full.
+        if self._busy < _AT_ONCE and (self._busy == 0 or len(self._waiting) >= MOST):
             self._busy += 1
             task = asyncio.create_task(self._work(), name="ergon-facts-shared")
             self._tasks.add(task)
