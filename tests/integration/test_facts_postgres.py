@@ -610,3 +610,20 @@ def test_a_cursor_beyond_the_end_is_a_witness_that_an_operator_acts_on(store):
     assert client.get_fact(PAIR.from_zone, "m-1").epoch == before, "what was confirmed stays as it was told"
     other = store()
     assert other.epoch == client.epoch
+
+
+def test_loops_of_several_threads_append_side_by_side(store):
+    """Each loop has its own that share commits: an answer in another loop would never be heard."""
+    boundary, together = store(), threading.Barrier(3)
+
+    def append(part):
+        async def run():
+            together.wait(PATIENCE)
+            return [(await boundary.append_fact_async(*stated(f"{part}-{number}"))).offset for number in range(40)]
+
+        with asyncio.Runner() as runner:
+            return runner.run(run())
+
+    with ThreadPoolExecutor(3) as pool:
+        offsets = [offset for part in pool.map(append, range(3)) for offset in part]
+    assert sorted(offsets) == list(range(1, 121))

@@ -330,7 +330,7 @@ def digest_written(*, from_zone: str, to_zone: str, subject: str, predicate: str
     """The same for an object that is in canonical form already, which is most of the work."""
     stated = (
         f'{{"from_zone":{_name(from_zone)},"object":{written},"predicate":{_name(predicate)},'
-        f'"subject":{_quoted(subject)},"to_zone":{_name(to_zone)}}}'
+        f'"subject":{_quote(subject) if subject.isascii() else _quoted(subject)},"to_zone":{_name(to_zone)}}}'
     )
     return f"sha256:{hashlib.sha256(stated.encode()).hexdigest()}"
 

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, Self
 
@@ -80,6 +81,10 @@ class Pair(NamedTuple):
 
     from_zone: str
     to_zone: str
+
+
+#: One for all facts of a pair: there are few pairs, and many facts to be told apart by them.
+_pair: Final = lru_cache(1024)(Pair)
 
 
 class Cursor(NamedTuple):
@@ -166,7 +171,7 @@ class Envelope:
 
     @property
     def pair(self) -> Pair:
-        return Pair(self.from_zone, self.to_zone)
+        return _pair(self.from_zone, self.to_zone)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A read-only view cannot be pickled.

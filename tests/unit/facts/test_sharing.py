@@ -116,14 +116,24 @@ def test_whoever_leads_and_is_interrupted_leaves_nobody_behind():
     assert told[1] == ["b"]
 
 
-def test_whoever_waits_and_is_cancelled_is_not_committed():
+async def alone(shared, name):
+    """As somebody asks who has a single fact."""
+    return [await shared.one(items(name)[0])]
+
+
+async def among_others(shared, name):
+    return await shared(items(name))
+
+
+@pytest.mark.parametrize("ask", [alone, among_others])
+def test_whoever_waits_and_is_cancelled_is_not_committed(ask):
     committed = Committed()
 
     async def run():
         shared = AsyncShared(committed.asynchronously)
-        first = asyncio.create_task(shared(items("a")))
+        first = asyncio.create_task(ask(shared, "a"))
         await asyncio.to_thread(committed.begun.wait, PATIENCE)
-        leaves, stays = (asyncio.create_task(shared(items(name))) for name in "bc")
+        leaves, stays = (asyncio.create_task(ask(shared, name)) for name in "bc")
         await asyncio.sleep(0)
         leaves.cancel()
         await asyncio.sleep(0)

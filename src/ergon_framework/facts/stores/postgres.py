@@ -6,7 +6,7 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from datetime import datetime
 from typing import Any, Final, NamedTuple, Self, TypeVar
 from weakref import WeakKeyDictionary, ref
@@ -277,10 +277,10 @@ class PostgresBoundary(Boundary, AsyncBoundary):
         # The everyday case, by the shortest way.
         return confirmed(self._premises().shared[False]([plain(envelope, fact)])[0])
 
-    async def append_fact_async(self, envelope: Envelope, fact: Fact) -> FactConfirmation:
+    def append_fact_async(self, envelope: Envelope, fact: Fact) -> Coroutine[Any, Any, FactConfirmation]:
         if fact.artifact is not None:
-            return await super().append_fact_async(envelope, fact)
-        return confirmed((await self._premises().shared_here()[False]([plain(envelope, fact)]))[0])
+            return super().append_fact_async(envelope, fact)
+        return self._premises().shared_here()[False].one(plain(envelope, fact))
 
     def append_facts(self, facts: Sequence[Appending]) -> Sequence[Appended]:
         items = appending(facts, self._absent(fact for _, fact in facts))

@@ -13,7 +13,8 @@ from contextlib import suppress
 from typing import Final, TypeVar
 
 from ergon_framework.errors import ConnectionLost, text
-from ergon_framework.facts.boundary import Appended
+from ergon_framework.facts.boundary import Appended, confirmed
+from ergon_framework.facts.model import FactConfirmation
 from ergon_framework.facts.stores.postgres_batch import Item
 
 #: The most that go into one commit. While it is under way others get ready, so one that takes everybody gains nothing.
@@ -198,6 +199,25 @@ class AsyncShared:
 
     async def __call__(self, items: Sequence[Item]) -> Sequence[Appended]:
         """The answers for *items*. Whoever is cancelled leaves; what he asked for may be done all the same."""
+        request, done = self._begun(items)
+        try:
+            await done
+        except asyncio.CancelledError:
+            self._left(request)
+            raise
+        return request.told()
+
+    async def one(self, item: Item) -> FactConfirmation:
+        """The same for a single fact, which is what most ask for: one step less, for each of them twice."""
+        request, done = self._begun([item])
+        try:
+            await done
+        except asyncio.CancelledError:
+            self._left(request)
+            raise
+        return confirmed(request.told()[0])
+
+    def _begun(self, items: Sequence[Item]) -> tuple[_Request, asyncio.Future[None]]:
         request = _Request(items)
         done = request.done = asyncio.get_running_loop().create_future()
         self._waiting.append(request)
@@ -207,14 +227,12 @@ class AsyncShared:
             task = asyncio.create_task(self._work(), name="ergon-facts-shared")
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-        try:
-            await done
-        except asyncio.CancelledError:
-            # What was not begun, and nobody waits for any more, is not begun.
-            with suppress(ValueError):
-                self._waiting.remove(request)
-            raise
-        return request.told()
+        return request, done
+
+    def _left(self, request: _Request) -> None:
+        """What was not begun, and nobody waits for any more, is not begun."""
+        with suppress(ValueError):
+            self._waiting.remove(request)
 
     async def _work(self) -> None:
         try:
