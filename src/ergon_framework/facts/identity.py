@@ -140,7 +140,7 @@ def is_shallow(written: str) -> bool:
         return True
     # Many side by side are common, such as the lines of an order.
     brackets = _STRING("", written).encode(errors="replace").translate(None, _NO_BRACKETS)
-    return max(accumulate(map(_STEPS.__getitem__, brackets))) <= DEPTH
+    return max(accumulate(map(_STEPS.__getitem__, brackets)), default=0) <= DEPTH
 
 
 def is_common(written: str) -> bool:

@@ -134,6 +134,7 @@ def test_everyday_texts_need_not_be_read_one_by_one(monkeypatch):
     "text",
     [
         "[" + ",".join('{"n":[1]}' for _ in range(100)) + "]",
+        '"' + "[" * 100 + '"',
         '{"text":"' + "[" * 100 + '","lines":[' + ",".join(["[]"] * 100) + "]}",
         '["' + "]" * 100 + '",' + '"\\"[",' * 80 + "[" * 63 + "1" + "]" * 63 + "]",
     ],
