@@ -506,3 +506,83 @@ def test_a_burial_that_comes_too_late_does_not_take_the_next_ones_with_it(nats_s
             assert [letter.reason for letter in await heir.list_dead_async(DeadLetterQuery())] == ["second"]
 
     asyncio.run(run())
+
+
+def heard_late(queue, monkeypatch):
+    """What it says to a consumer is heard in time, and the answer read when the lease is over."""
+    settler = queue._settler
+    say = settler._say
+
+    async def slowly(line, said, *given):
+        told = await say(line, said, *given)
+        await asyncio.sleep(max(claim.until for claim, _ in said) - time.monotonic() + 0.05)
+        return told
+
+    monkeypatch.setattr(settler, "_say", slowly)
+
+
+@pytest.mark.spec("CNN-08", "CNN-12")
+@pytest.mark.parametrize("erase", [True, False])
+@pytest.mark.parametrize("others", [0, 2])
+def test_a_dead_letter_whose_answer_comes_too_late_stays_the_only_one_of_its_message(
+    nats_server, monkeypatch, erase, others
+):
+    async def run():
+        async with opened(nats_server, lease=0.5, erase=erase) as queue:
+            await queue.dispatch_async(orders(1 + others))
+            first, *rest = await claimed(queue, 1 + others)
+            heard_late(queue, monkeypatch)
+            settlings = [(first, DeadLetter("first")), *((each, Ack()) for each in rest)]
+            assert await queue.settle_async(settlings) == [SETTLED] * (1 + others)
+            assert [letter.reason for letter in await queue.list_dead_async(DeadLetterQuery())] == ["first"]
+            assert await queue.fetch_transactions_async(3, wait=1.0) == []
+
+    asyncio.run(run())
+
+
+@pytest.mark.spec("CNN-07", "CNN-12")
+@pytest.mark.parametrize("count", [1, 3])
+def test_acks_that_were_heard_settle_whenever_their_answer_comes(nats_server, monkeypatch, count):
+    async def run():
+        async with opened(nats_server, lease=0.5) as queue:
+            await queue.dispatch_async(orders(count))
+            held = await claimed(queue, count)
+            heard_late(queue, monkeypatch)
+            assert await queue.settle_async([(each, Ack()) for each in held]) == [SETTLED] * count
+            assert await queue.fetch_transactions_async(3, wait=1.0) == []
+
+    asyncio.run(run())
+
+
+@pytest.mark.spec("CNN-06", "CNN-12")
+def test_what_is_given_back_too_late_may_be_anothers(nats_server, monkeypatch):
+    async def run():
+        async with opened(nats_server, lease=0.5) as queue:
+            await queue.dispatch_async(orders(1))
+            (held,) = await claimed(queue, 1)
+            heard_late(queue, monkeypatch)
+            assert await queue.settle_async([(held, Release())]) == [LOST]
+            assert len(await claimed(queue, 1)) == 1
+
+    asyncio.run(run())
+
+
+@pytest.mark.spec("CNN-08", "CNN-12")
+def test_a_dead_letter_of_what_another_has_done_meanwhile_is_withdrawn(nats_server, monkeypatch):
+    async def run():
+        async with opened(nats_server, lease=0.5) as stale, opened(nats_server, stale.name, lease=0.5) as heir:
+            await stale.dispatch_async(orders(1))
+            (old,) = await claimed(stale, 1)
+            say = stale._settler._say
+
+            async def late(*given):
+                """It looked at its clock in time; what it says lies on the line until another is done."""
+                (held,) = await claimed(heir, 1)
+                assert await heir.settle_async([(held, Ack())]) == [SETTLED]
+                return await say(*given)
+
+            monkeypatch.setattr(stale._settler, "_say", late)
+            assert await stale.settle_async([(old, DeadLetter("first"))]) == [LOST]
+            assert await heir.list_dead_async(DeadLetterQuery()) == []
+
+    asyncio.run(run())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Final
 
 from ergon_framework.connectors.base import (
@@ -51,6 +52,11 @@ class _Plan:
         #: Where somebody before had stored the same.
         self.former = 0
 
+    @property
+    def buries(self) -> bool:
+        """Whether it ends as a dead letter."""
+        return self.before is not None and self.word is _ACK
+
 
 class Settler:
     """Settles for one queue."""
@@ -82,7 +88,8 @@ class Settler:
             # Connecting may have taken a while, and then what has run out is sorted out below.
             if min([claim.until for claim in acked]) > time.monotonic():
                 await self._say(line, [(claim, _ACK) for claim in acked])
-                return self._over(acked)
+                self._let_go(acked)
+                return [_SETTLED] * len(acked)
         results = [_FAILED] * len(settlings)
         plans = self._planned(settlings, results)
         if not plans:
@@ -95,14 +102,17 @@ class Settler:
             if plan.before is not None and not plan.seq:
                 continue
             if plan.claim.until <= now:
-                self._let_go(plan.claim)
+                self._let_go([plan.claim])
                 results[plan.index] = _LOST
             else:
                 said.append(plan)
         if said:
-            await self._say(line, [(plan.claim, plan.word) for plan in said])
-            for plan, result in zip(said, self._over([plan.claim for plan in said]), strict=True):
-                results[plan.index] = result
+            buried = {plan.claim for plan in said if plan.buries}
+            gone = await self._say(line, [(plan.claim, plan.word) for plan in said], buried)
+            self._let_go([plan.claim for plan in said])
+            now = time.monotonic()
+            for plan in said:
+                results[plan.index] = _result(plan, gone, late=plan.claim.until <= now)
         await self._tidy(line, plans, results)
         return results
 
@@ -207,22 +217,29 @@ class Settler:
         plan.before = fitted
         return True
 
-    async def _say(self, line: Line, said: Sequence[tuple[Claim, bytes]]) -> None:
-        """Say it, and wait until the server has heard it."""
+    async def _say(
+        self, line: Line, said: Sequence[tuple[Claim, bytes]], buried: AbstractSet[Claim] = frozenset()
+    ) -> set[Claim]:
+        """Say it, and wait until the server has heard it; of those that are deleted, which were gone already.
+
+        *buried* are deleted each: who buries has to know whether it was himself that ended the message.
+        """
+        gone: set[Claim] = set()
         acked = [claim for claim, word in said if word is _ACK]
         if acked and (line.forgets if self._erase is None else self._erase):
-            await self._erased(line, acked)
+            gone = await self._erased(line, acked)
         elif acked:
-            last = acked[-1]
-            heard = await self._said(line, [each for each in said if each[0] is not last])
+            last = {acked[-1], *buried}
+            heard = await self._said(line, [each for each in said if each[0] not in last])
             # A server that stops closes its stores first, and for some milliseconds answers acks that it no longer
             # keeps. A deletion tells: one that is made after the others were answered says that they were kept.
             # One that was killed has forgotten what it had just delivered, and does not answer acks of that: deleted,
             # they are settled all the same, and would come again otherwise.
-            await self._erased(line, [last] if heard else acked, no_erase=True)
-            said = [(last, _ACK)]
+            gone = await self._erased(line, [claim for claim in acked if claim in last or not heard], no_erase=True)
+            said = [(claim, _ACK) for claim in acked if claim in last]
         if not await self._said(line, said) and not acked:
             raise ConnectionLost("JetStream did not answer a settlement")
+        return gone
 
     async def _said(self, line: Line, said: Sequence[tuple[Claim, bytes]]) -> bool:
         """Whether the server, which is there, has answered the last of them."""
@@ -234,29 +251,27 @@ class Settler:
         await line.send_all(words)
         return await line.answered(waiting)
 
-    async def _erased(self, line: Line, claims: Sequence[Claim], *, no_erase: bool = False) -> None:
-        """Delete the messages. Before they are acked: what is acked is only marked, and can no longer be erased."""
+    async def _erased(self, line: Line, claims: Sequence[Claim], *, no_erase: bool = False) -> set[Claim]:
+        """Delete the messages, and say which were gone already.
+
+        Before they are acked: what is acked is only marked, and can no longer be erased.
+        """
         what = f"STREAM.MSG.DELETE.{self._names.work}"
         calls = [api.request(what, seq=claim.seq, no_erase=no_erase) for claim in claims]
-        for answer in await line.ask_all(calls):
+        gone: set[Claim] = set()
+        for claim, answer in zip(claims, await line.ask_all(calls), strict=True):
             try:
                 api.read(answer)
             except api.ApiError as error:
                 if not error.gone:
                     raise ConnectionLost(f"JetStream could not delete what was settled: {error}") from error
+                gone.add(claim)
+        return gone
 
-    def _over(self, claims: Sequence[Claim]) -> list[SettleResult]:
-        """What became of claims of which the server has heard now."""
-        # Heard before the lease was over: nobody else can have had it in between.
-        now = time.monotonic()
+    def _let_go(self, claims: Sequence[Claim]) -> None:
         for claim in claims:
             claim.owner = None
         self._held.difference_update(claims)
-        return [_SETTLED if claim.until > now else _LOST for claim in claims]
-
-    def _let_go(self, claim: Claim) -> None:
-        claim.owner = None
-        self._held.discard(claim)
 
     async def _tidy(self, line: Line, plans: Sequence[_Plan], results: Sequence[SettleResult]) -> None:
         """Take away notes of what is settled for good and what others buried of it; our own burial where we lost it."""
@@ -299,9 +314,22 @@ class Settler:
                     claims[claim] = claim.until
                 else:
                     # The server may have heard it too late, and renewed what another has by now.
-                    self._let_go(claim)
+                    self._let_go([claim])
                     claims[claim] = 0.0
         return [claims.get(delivery.receipt) or None if _hashable(delivery) else None for delivery in deliveries]
+
+
+def _result(plan: _Plan, gone: AbstractSet[Claim], *, late: bool) -> SettleResult:
+    """What became of a claim of which the server has heard.
+
+    Heard before the lease was over, nobody else can have had it in between. After that an ack has ended the message all
+    the same. Of a dead letter that would be the end too if it were withdrawn: so it is only where another was first.
+    """
+    if not late:
+        return _SETTLED
+    if plan.word is not _ACK or (plan.buries and plan.claim in gone):
+        return _LOST
+    return _SETTLED
 
 
 def _hashable(delivery: Delivery) -> bool:
