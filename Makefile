@@ -16,7 +16,7 @@ PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 # A failure beside other tests says little: what failed is asked once more, with nobody else there. That counts.
 ALONE = || { [ $$? -eq 1 ] && $(BIN)/python -m pytest -n 0 --last-failed --last-failed-no-failures none
 # In an exam servers start and lines are cut; with more than this everybody waits for a processor, and some for too long.
-EXAMINERS ?= 4
+EXAMINERS ?= 5
 # Every line and branch of these two has a test; the rest has a bar that only moves up.
 PROVEN := src/ergon_framework/engine/*,src/ergon_framework/task/*
 TOTAL := 90

@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 
 from ergon_framework.connectors.base import Ack, Confirmation, DeadLetter, Delivery, Later, Release, SettleResult
-from ergon_framework.connectors.deadletters import Became, ReplayResult
+from ergon_framework.connectors.deadletters import Became, DeadLetterQuery, ReplayResult
 from ergon_framework.connectors.memory import MemoryConnector
 from ergon_framework.errors import ConnectionLost
 
-SETTLED = SettleResult.SETTLED
+SETTLED, LOST = SettleResult.SETTLED, SettleResult.LOST
 
 
 class _Settling(MemoryConnector):
@@ -208,6 +208,25 @@ class SettlesWithoutTheServer(MemoryConnector):
 
     def hide(self):
         self.settle = _hiding(self.settle, lambda settlings: [SETTLED for _ in settlings])
+
+
+class WithdrawsDeadLetters(MemoryConnector):
+    """A dead letter that met an outage is taken away when it is asked for again, although its message is gone."""
+
+    def hide(self):
+        settle, doubted = self.settle, set()
+
+        def withdrawing(settlings):
+            try:
+                results = settle(settlings)
+            except ConnectionLost:
+                doubted.update(each.transaction.id for each, how in settlings if isinstance(how, DeadLetter))
+                raise
+            self.discard_dead([each.place for each in self.list_dead(DeadLetterQuery()) if each.id in doubted])
+            given = [delivery.transaction.id for delivery, _ in settlings]
+            return [LOST if name in doubted else result for name, result in zip(given, results, strict=True)]
+
+        self.settle = withdrawing
 
 
 class ConfirmsWithoutTheServer(MemoryConnector):

@@ -85,8 +85,10 @@ FAILS = {
     broken.SettlesWithoutTheServer: {
         "every_call_says_so_when_the_server_is_stopped",
         "settling_loses_nothing_when_the_server_is_stopped",
+        "burying_loses_nothing_when_the_server_is_stopped",
     },
     broken.SpoilsNeighbours: {"an_unknown_settlement_spoils_no_neighbour"},
+    broken.WithdrawsDeadLetters: {"burying_loses_nothing_when_the_server_is_stopped"},
     broken.WakesNobody: {"a_listener_is_woken_by_a_dispatch"},
 }
 

@@ -45,6 +45,13 @@ def buried(queue: str, delivery: Delivery, how: DeadLetter, *, headers: dict[str
     return Outgoing(topology.dead(queue), record.model_dump_json().encode(), properties)
 
 
+def _taken(channel: BlockingChannel, name: str) -> Message | None:
+    method, properties, body = channel.basic_get(name)
+    if method is None or properties is None or body is None:
+        return None
+    return Message(Receipt(0, method.delivery_tag or 0), body, properties)
+
+
 def _place(at: float) -> str:
     """A place that sorts by time, and is nobody else's."""
     return f"{int(at * 1_000_000):017d}-{os.getpid():x}-{next(_numbers):x}-{os.urandom(4).hex()}"
@@ -129,14 +136,15 @@ class Graves:
     def _all(self, channel: BlockingChannel) -> Iterator[tuple[Message, DeadLetterRecord]]:
         """All that is there now, held by *channel*."""
         name = topology.dead(self._queue)
-        left = channel.queue_declare(name, durable=True, arguments=self._arguments).method.message_count
-        while left > 0:
-            method, properties, body = channel.basic_get(name)
-            if method is None or properties is None or body is None:
-                return
-            left -= 1
-            message = Message(Receipt(0, method.delivery_tag or 0), body, properties)
+        channel.queue_declare(name, durable=True, arguments=self._arguments)
+        message = _taken(channel, name)
+        # Counted behind the first, not before: a queue that was just recovered has no leader for a moment, and is said
+        # to be empty. Who takes from it is made to wait.
+        left = channel.queue_declare(name, passive=True).method.message_count
+        while message is not None:
             yield message, self._record(message)
+            message = _taken(channel, name) if left > 0 else None
+            left -= 1
 
     def _record(self, message: Message) -> DeadLetterRecord:
         if _MARK in message.table:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
-from ergon_framework.connectors.base import Ack, Delivery, Release, SettleResult
+from ergon_framework.connectors.base import Ack, DeadLetter, Delivery, Release, Settlement, SettleResult
 from ergon_framework.errors import ConnectionLost
-from ergon_framework.testing.conformance.check import Check, Failed, Run, expect, faulty
+from ergon_framework.testing.conformance.check import Check, Failed, Need, Run, dead_letters, expect, faulty
 from ergon_framework.testing.conformance.client import Client
 from ergon_framework.testing.conformance.consuming import Loop, consuming
 from ergon_framework.testing.conformance.sitting import Sitting
@@ -96,10 +96,10 @@ async def _fetching_loses_nothing(fault: str, sitting: Sitting) -> None:
     await sitting.drained(client, {each.id for each in sent}, held=held)
 
 
-async def _settling_loses_nothing(fault: str, sitting: Sitting) -> None:
-    client = await sitting.client()
-    await client.dispatch(*sitting.transactions(COUNT))
-    held = await client.claim(COUNT)
+async def _settled_through(
+    fault: str, sitting: Sitting, client: Client, held: Sequence[Delivery], how: Settlement
+) -> tuple[set[str], set[str]]:
+    """Settle one after the other through an outage: who was answered as settled, and of whom nothing was heard."""
     answered: dict[str, SettleResult] = {}
     unknown: set[str] = set()
 
@@ -107,7 +107,7 @@ async def _settling_loses_nothing(fault: str, sitting: Sitting) -> None:
         for delivery in held:
             name = delivery.transaction.id
             try:
-                (answered[name],) = await client.settle((delivery, Ack()))
+                (answered[name],) = await client.settle((delivery, how))
             except ConnectionLost:
                 unknown.add(name)
             await asyncio.sleep(0.002)
@@ -122,10 +122,29 @@ async def _settling_loses_nothing(fault: str, sitting: Sitting) -> None:
     open_ends = [delivery for delivery in held if delivery.transaction.id in unknown]
     for delivery in open_ends:
         # Settled already, or held, or lost to the lease: each is an honest answer.
-        (result,) = await sitting.recovered(partial(client.settle, (delivery, Ack())))
+        (result,) = await sitting.recovered(partial(client.settle, (delivery, how)))
         if result is SettleResult.SETTLED:
             settled.add(delivery.transaction.id)
+    return settled, unknown
+
+
+async def _settling_loses_nothing(fault: str, sitting: Sitting) -> None:
+    client = await sitting.client()
+    await client.dispatch(*sitting.transactions(COUNT))
+    held = await client.claim(COUNT)
+    settled, unknown = await _settled_through(fault, sitting, client, held, Ack())
     await _all_but_settled(sitting, client, {each.transaction.id for each in held}, settled=settled, unknown=unknown)
+
+
+async def _burying_loses_nothing(fault: str, sitting: Sitting) -> None:
+    client = await sitting.client()
+    await client.dispatch(*sitting.transactions(COUNT))
+    held = await client.claim(COUNT)
+    settled, _ = await _settled_through(fault, sitting, client, held, DeadLetter("sold_out"))
+    letters = {record.id for record in await sitting.recovered(client.list_dead)}
+    expect(settled <= letters, f"{sorted(settled - letters)} were answered as settled, and are no dead letters")
+    ids = {each.transaction.id for each in held}
+    await sitting.drained(client, ids - letters, may=ids - settled)
 
 
 async def _all_but_settled(
@@ -185,11 +204,13 @@ def _done_without_a_word(loop: Loop) -> set[str]:
     return {name for name in loop.ended("released") if loop.runs[name]}
 
 
-def _made(rule: str, run: Callable[[str, Sitting], Awaitable[None]], *ids: str) -> list[Check]:
+def _made(
+    rule: str, run: Callable[[str, Sitting], Awaitable[None]], *ids: str, needs: tuple[Need, ...] = ()
+) -> list[Check]:
     checks = []
     for fault, words in FAULTS.items():
         tried: Run = partial(run, fault)
-        checks.append(Check(f"{rule}_when_the_server_is_{words}", ids, (faulty(fault),), tried, None))
+        checks.append(Check(f"{rule}_when_the_server_is_{words}", ids, (faulty(fault), *needs), tried, None))
     return checks
 
 
@@ -198,6 +219,7 @@ CHECKS: tuple[Check, ...] = (
     *_made("a_waiting_fetch_says_so", _a_waiting_fetch_says_so, "CNN-07"),
     *_made("fetching_loses_nothing", _fetching_loses_nothing, "CNN-07"),
     *_made("settling_loses_nothing", _settling_loses_nothing, "CNN-02", "CNN-07"),
+    *_made("burying_loses_nothing", _burying_loses_nothing, "CNN-07", "CNN-08", needs=(dead_letters,)),
     *_made("dispatching_loses_nothing", _dispatching_loses_nothing, "CNN-02", "CNN-07"),
     *_made("a_loop_goes_on", _a_loop_goes_on, "CNN-07"),
 )
