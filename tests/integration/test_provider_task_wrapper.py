@@ -15,6 +15,7 @@ from pathlib import Path
 import amqp
 import psycopg
 import pytest
+from kombu import pools
 
 from ergon_framework.providers.deadletter import FIELDS, QUEUE
 from ergon_framework.providers.errors import (
@@ -39,6 +40,7 @@ TEN = {
     *("attempt", "reason_code", "outcome"),
 }
 DOWN = Behaviour(status=503)
+APP = "tests.integration.celery_app"
 
 
 class Shop:
@@ -52,8 +54,8 @@ class Shop:
         self._log = folder / "worker.log"
         env = {"TEST_BROKER": broker, "TEST_DSN": dsn, "TEST_RUN": self.run}
         os.environ.update(env)
-        self.tasks = importlib.import_module("tests.integration.celery_app")
-        command = [sys.executable, "-m", "celery", "-A", "tests.integration.celery_app", "worker", "-c", "1"]
+        self.tasks = importlib.import_module(APP)
+        command = [sys.executable, "-m", "celery", "-A", APP, "worker", "-c", "1"]
         # A name of its own: a second worker of one name cannot have its queue for commands, and dies of it.
         command += ["-n", f"{self.run}@%h", "-l", "INFO", "--without-gossip", "--without-mingle", "--without-heartbeat"]
         with self._log.open("wb") as log:
@@ -73,8 +75,10 @@ class Shop:
         except subprocess.TimeoutExpired:
             os.killpg(self.worker.pid, 9)
             self.worker.wait()
-        self.tasks.app.pool.force_close_all()
         self.tasks.app.close()
+        # Another may be made in this process: forgotten with its pools, which kombu gives to each app of one address.
+        pools.reset()
+        del sys.modules[APP]
         for name in ("", "-deadletter"):
             with amqp.Connection(self._place()) as line, line.channel() as channel:
                 channel.queue_delete(f"ergon-{self.run}{name}")
