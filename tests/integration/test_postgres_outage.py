@@ -1,4 +1,4 @@
-"""An outage that lasts longer than anybody tries to settle, and shorter than the lease: nothing stays behind."""
+"""Outages of PostgreSQL: longer than anybody tries to settle, shorter than the lease, or without a word."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from ergon_framework import ConsumerPolicy, Transaction, consumer
 from ergon_framework.connectors.postgres import PostgresQueue
+from ergon_framework.errors import ConnectionLost
 from ergon_framework.schema.migrate import upgrade
 
 COUNT = 20
@@ -97,3 +98,21 @@ def test_a_line_that_the_server_ended_while_it_was_idle_costs_nobody_a_call(new_
     queue.dispatch([Transaction("after", {})])
     assert queue.depth().ready == 2
     queue.close()
+
+
+@pytest.mark.spec("CNN-07")
+def test_a_line_that_falls_silent_is_given_up_by_default(new_postgres):
+    server = new_postgres()
+    upgrade(server.dsn())
+    queue = PostgresQueue("orders", dsn=server.dsn(), lease=LEASE)
+    queue.open()
+    server.cut()
+    began = time.monotonic()
+    try:
+        with pytest.raises(ConnectionLost):
+            queue.fetch_transactions(1)
+    finally:
+        server.mend()
+        queue.close()
+    # Twelve seconds are the address's default, and the kernel looks when it sends again.
+    assert 5.0 < time.monotonic() - began < 30.0
