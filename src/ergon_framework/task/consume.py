@@ -147,6 +147,9 @@ class Consumption:
             self._aides.add(renewing)
         end = yield from self._feed()
         end, until = yield from self._drain(end)
+        if self._fetcher is not None:
+            # One that hangs is not worth more; one that is about to answer would take claims along that nobody settles.
+            yield from self._fetcher.left(min(until, self._senses.clock() + FLUSH))
         yield from self._flush(settling, renewing, until)
         self.report.end = end
         self.report.abandoned = len(self._crew.bodies)

@@ -43,6 +43,8 @@ class Fetcher:
         self._late = late
         #: How often the connector was called.
         self.calls = 0
+        #: The call that nobody waits for any more, and that may still bring something.
+        self.behind: Call | None = None
         #: Why the last attempt failed, for those who look; None when it did not.
         self.failing: str | None = None
 
@@ -76,6 +78,11 @@ class Fetcher:
             if ended is not None:
                 return ended
 
+    def left(self, until: float) -> Script[None]:
+        """Wait for the call that was left behind, until then at most: what it brings is to go back in good order."""
+        if self.behind is not None:
+            yield from gone(self.behind, until)
+
     def _called(self, room: int) -> Any:
         # Counted here and not where it is asked for: a stop may come between the two.
         self.calls += 1
@@ -94,6 +101,8 @@ class Fetcher:
         left: bool | Stopped = True
         if answer.body is not None:
             left = yield from gone(answer.body, now if over else now + self._retry.abandon_grace)
+            if left is not True:
+                self.behind = answer.body
         if isinstance(answer, Stopped) or isinstance(left, Stopped):
             return End.STOP
         if over:

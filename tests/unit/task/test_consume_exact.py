@@ -272,7 +272,30 @@ def test_a_stop_before_the_connector_is_called_counts_no_fetch() -> None:
     loop = Loop()
     loop.on(Stopped(loop.effect))
     loop.on(False)
+    loop.on(False)
     assert loop.ends().fetches == 1
+
+
+@pytest.mark.spec("CON-36", "CON-30")
+@pytest.mark.parametrize("drain, until", [(30.0, 8.5), (0.25, 8.25)])
+def test_a_fetch_that_was_left_behind_is_given_a_moment_of_the_drain(drain: float, until: float) -> None:
+    loop = Loop(drain_timeout=drain, now=8.0)
+    body = loop.effect
+    loop.on(Stopped(body))
+    loop.on(False)
+    assert (loop.effect.body, loop.effect.until) == (body, until)
+    body.late(items("a"))
+    (item,) = loop.settling()
+    assert (item.outcome.reason, item.outcome.kind) == ("late", Kind.RELEASED)
+    loop.on(True)
+    assert loop.ends().end is End.STOP
+
+
+def test_a_fetch_that_has_left_is_not_waited_for_again() -> None:
+    loop = Loop(drain_timeout=0.0, now=8.0)
+    loop.on(Stopped(loop.effect))
+    loop.on(True)
+    assert loop.waits == (1, 8.5), "that is the settler"
 
 
 @pytest.mark.spec("CON-34")

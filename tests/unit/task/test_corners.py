@@ -317,6 +317,35 @@ def test_what_a_late_fetch_brings_is_released(flavour: str) -> None:
     assert [word for name, word in broker.settled if name == "1"] == [Release(), Ack()]
 
 
+@pytest.mark.spec("CON-28", "CON-30")
+@pytest.mark.parametrize("end", ["stop", "timeout"])
+def test_what_a_fetch_brings_after_the_end_is_released(flavour: str, end: str) -> None:
+    broker = Broker("1")
+    began, go = threading.Event(), threading.Event()
+
+    def late(_size: int) -> Any:
+        async def stubborn() -> Any:
+            began.set()
+            while not go.is_set():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.sleep(0.005)
+            return broker.claim(1)
+
+        if flavour == "asyncio":
+            return stubborn()
+        began.set()
+        assert go.wait(WAIT)
+        return broker.claim(1)
+
+    broker.fetches = [late]
+    rules = {"drain_timeout": WAIT, "timeout": 0.1 if end == "timeout" else None}
+    loop = Background(make(flavour, broker), policy(streaming=True, **rules))
+    assert began.wait(WAIT)
+    threading.Timer(0.2, go.set).start()
+    loop.finish(stop=end == "stop")
+    assert broker.settled == [("1", Release())]
+
+
 @pytest.mark.spec("CON-08")
 def test_a_fetch_that_will_not_leave_ends_the_loop(flavour: str) -> None:
     broker = Broker("1")
