@@ -145,11 +145,11 @@ class Consumption:
             )
             renewing = yield from spawn(script, told=self.mailbox, counted=False)
             self._aides.add(renewing)
-        end = yield from self._feed()
+        self._fetcher = fetcher = self._fetching()
+        end = yield from self._feed(fetcher)
         end, until = yield from self._drain(end)
-        if self._fetcher is not None:
-            # One that hangs is not worth more; one that is about to answer would take claims along that nobody settles.
-            yield from self._fetcher.left(min(until, self._senses.clock() + FLUSH))
+        # One that hangs is not worth more; one that is about to answer would take claims along that nobody settles.
+        yield from fetcher.left(min(until, self._senses.clock() + FLUSH))
         yield from self._flush(settling, renewing, until)
         self.report.end = end
         self.report.abandoned = len(self._crew.bodies)
@@ -173,9 +173,8 @@ class Consumption:
             )
         return report
 
-    def _feed(self) -> Script[End]:
-        """Fetch and start until there is a reason to end."""
-        self._fetcher = fetcher = Fetcher(
+    def _fetching(self) -> Fetcher:
+        return Fetcher(
             self._broker.fetch,
             self._policy.steps.fetch.retry,
             senses=self._senses,
@@ -183,6 +182,9 @@ class Consumption:
             patient=self._loop.streaming,
             late=self._intake.late,
         )
+
+    def _feed(self, fetcher: Fetcher) -> Script[End]:
+        """Fetch and start until there is a reason to end."""
         silence = 0
         while True:
             room = yield from self._room()
