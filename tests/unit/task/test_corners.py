@@ -328,7 +328,7 @@ def test_what_a_fetch_brings_after_the_end_is_released(flavour: str, end: str) -
             began.set()
             while not go.is_set():
                 with contextlib.suppress(asyncio.CancelledError):
-                    await asyncio.sleep(0.005)
+                    await asyncio.to_thread(go.wait, WAIT)
             return broker.claim(1)
 
         if flavour == "asyncio":
