@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import settings
 
-pytest_plugins = ["tests.servers.fixtures", "tests.crowd"]
+pytest_plugins = ["tests.servers.fixtures", "tests.invariants", "tests.crowd"]
 
 # Wall time on a shared machine says nothing about a rule, so no example has a deadline.
 settings.register_profile("gate", deadline=None, max_examples=100, print_blob=True)

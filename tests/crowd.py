@@ -5,6 +5,7 @@ machine whose processors were taken, by a neighbour or by the other half of the 
 failure counts at once where everyone had a processor, and where not, the test is asked again, a few times and no more:
 what fails every time is red, and a broken rule fails every time. Who was asked again stands at the end of the run.
 A test in which a server that is not ours ended by itself is asked again as well: its failure is not about us.
+A test of an invariant is never run again (tests/invariants.py).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 import pytest
 from _pytest.runner import runtestprotocol
 
+from tests.invariants import INVARIANT_FAILED, is_invariant
 from tests.servers.pgbouncer import DEATHS
 
 TRIES = 5
@@ -57,7 +59,8 @@ def _waited() -> float:
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool:
     hook = item.ihook
     hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-    for left in reversed(range(TRIES)):
+    invariant = is_invariant(item)
+    for left in reversed(range(1 if invariant else TRIES)):
         gauge = Gauge()
         reports = runtestprotocol(item, nextitem=nextitem, log=False)
         if not (left and any(report.failed for report in reports) and (gauge.deaths() or gauge.crowded())):
@@ -66,6 +69,8 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
         item.user_properties.append((_AGAIN, "; ".join([*reasons, *gauge.deaths()])))
         _sweep()
     for report in reports:
+        if invariant and report.failed:
+            report.user_properties = [*report.user_properties, INVARIANT_FAILED]
         hook.pytest_runtest_logreport(report=report)
     hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
     return True

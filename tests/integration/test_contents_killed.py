@@ -14,7 +14,7 @@ import pytest
 from ergon_framework.facts.stores.files import FileContents
 from ergon_framework.testing.conformance.contents_words import LATER, read, stored_of
 
-pytestmark = pytest.mark.spec("FAC-21")
+pytestmark = [pytest.mark.invariant, pytest.mark.spec("FAC-21")]
 
 SIZE = 24 * 1024 * 1024
 KILLS = 40

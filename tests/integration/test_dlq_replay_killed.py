@@ -18,6 +18,8 @@ from ergon_framework.schema.migrate import upgrade
 from ergon_framework.transaction import Transaction
 from tests.integration.running import ERGON, PATIENCE
 
+pytestmark = pytest.mark.invariant
+
 COUNT = 10_000
 PAGE = 1000
 #: When to kill it: at so many in the queue.

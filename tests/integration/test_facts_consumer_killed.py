@@ -13,7 +13,7 @@ from ergon_framework.connectors.postgres import PostgresQueue
 from ergon_framework.transaction import Transaction
 from tests.integration.consumer_killing import PAPER_EACH, QUEUE
 
-pytestmark = pytest.mark.spec("FAC-02", "FAC-03")
+pytestmark = [pytest.mark.invariant, pytest.mark.spec("FAC-02", "FAC-03")]
 
 ROOT = Path(__file__).parents[2]
 KILLS = 100

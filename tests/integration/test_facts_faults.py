@@ -19,6 +19,8 @@ from ergon_framework.facts.model import Cursor, Envelope, Fact, Pair
 from ergon_framework.facts.stores.postgres import PostgresBoundary
 from ergon_framework.schema.migrate import upgrade
 
+pytestmark = pytest.mark.invariant
+
 PAIR = Pair("Plant A", "HQ")
 KILLS = 100
 PATIENCE = 60.0

@@ -26,7 +26,7 @@ from tests.servers.facts_caller import BEFORE, CONTENT, PAIR, PLACE, READER, STO
 from tests.servers.facts_steps import STEPS
 from tests.servers.postgres import PrivatePostgres, free_port
 
-pytestmark = pytest.mark.spec("FAC-02", "FAC-03", "FAC-21")
+pytestmark = [pytest.mark.invariant, pytest.mark.spec("FAC-02", "FAC-03", "FAC-21")]
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 60.0

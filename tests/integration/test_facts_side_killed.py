@@ -14,7 +14,7 @@ from ergon_framework.facts.stores.postgres import PostgresBoundary
 from ergon_framework.transaction import Transaction
 from tests.integration.side_killing import BAD_EACH, PAIR
 
-pytestmark = pytest.mark.spec("FAC-27")
+pytestmark = [pytest.mark.invariant, pytest.mark.spec("FAC-27")]
 
 ROOT = Path(__file__).parents[2]
 KILLS = 20

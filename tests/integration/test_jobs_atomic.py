@@ -9,8 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.integration.jobs import rows, until
 from tests.servers.databases import migrated
+
+pytestmark = pytest.mark.invariant
 
 WRITER = Path(__file__).parent / "job_writer.py"
 #: To be raised for a longer look: ERGON_KILLS=2000.

@@ -16,6 +16,8 @@ from ergon_framework.executor.verdict import Again, Blame, Bury, Complete
 from ergon_framework.transaction import Transaction
 from tests.integration.jobs import Store, rows
 
+pytestmark = pytest.mark.invariant
+
 BLAME = Blame(Category.TIMEOUT, "hard_timeout", "no outcome", "hard_timeout", "Traceback\0\ud800")
 
 

@@ -6,6 +6,8 @@ import pytest
 
 from tests.chaos.executors import _options, run
 
+pytestmark = pytest.mark.invariant
+
 
 @pytest.mark.spec("EXE-19", "EXE-21", "EXE-22")
 def test_jobs_end_once_while_executors_orchestrators_and_the_server_are_killed(new_postgres, tmp_path):

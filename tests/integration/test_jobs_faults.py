@@ -12,6 +12,8 @@ from ergon_framework.executor.jobs.client import JobClient
 from ergon_framework.schema.lines import Lines
 from tests.integration.jobs import orchestrator, policy, rows, running, until
 
+pytestmark = pytest.mark.invariant
+
 RULES = policy(max_attempts=2, backoff=0.05)
 #: No scenario has so many statements: where one is struck no more, all have been.
 MOST = 300

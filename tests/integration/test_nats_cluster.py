@@ -16,6 +16,8 @@ from tests.integration.nats_queues import bare, name
 from tests.servers.nats import PrivateNats
 from tests.servers.postgres import free_port
 
+pytestmark = pytest.mark.invariant
+
 PATIENCE = 40.0
 
 

@@ -15,6 +15,8 @@ from ergon_framework.transaction import Transaction
 from tests.integration.nats_queues import claimed, opened
 from tests.servers.nats import find_new, find_old
 
+pytestmark = pytest.mark.invariant
+
 HISTORY = (Attempt(attempt=0, category=Category.SYSTEM, error="it broke", at=1_700_000_000.5, delay=3.0),)
 
 #: Many more than are acked while a server that was told to stop does so.

@@ -12,6 +12,8 @@ from ergon_framework.transaction import Transaction
 from tests.integration.brokers import BROKERS, is_empty, named
 from tests.integration.running import ERGON
 
+pytestmark = pytest.mark.invariant
+
 COUNT = 500
 POISONED = 66
 PATIENCE = 240.0

@@ -16,6 +16,8 @@ from ergon_framework.schema.migrate import upgrade
 from ergon_framework.transaction import Transaction
 from tests.integration.counters import looked_at
 
+pytestmark = pytest.mark.invariant
+
 PATIENCE = 10.0
 
 

@@ -24,6 +24,8 @@ from tests.integration.boxes import opened, taken
 from tests.integration.libraries import ASYNC, SYNC
 from tests.servers.databases import migrated
 
+pytestmark = pytest.mark.invariant
+
 
 @pytest.fixture(scope="module")
 def dsn(postgres):

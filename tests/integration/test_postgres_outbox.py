@@ -26,6 +26,8 @@ from tests.integration.boxes import opened, taken
 from tests.integration.libraries import ASYNC, SYNC, url
 from tests.servers.databases import migrated
 
+pytestmark = pytest.mark.invariant
+
 
 @pytest.fixture(scope="module")
 def dsn(postgres):

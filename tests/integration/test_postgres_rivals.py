@@ -17,6 +17,8 @@ from ergon_framework.transaction import Transaction
 from tests.integration.boxes import opened
 from tests.servers.databases import migrated
 
+pytestmark = pytest.mark.invariant
+
 PATIENCE = 60.0
 #: So many ids in other claims that a claimer reads for a while between its snapshot and its first lock.
 SLOW = 300_000

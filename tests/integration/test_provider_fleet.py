@@ -9,6 +9,8 @@ import pytest
 from ergon_framework.schema.migrate import upgrade
 from tests.chaos import providers
 
+pytestmark = pytest.mark.invariant
+
 
 @pytest.fixture(scope="module")
 def dsn(postgres):

@@ -15,6 +15,8 @@ from ergon_framework.connectors.base import Ack, DeadLetter, Later, SettleResult
 from ergon_framework.connectors.deadletters import DeadLetterQuery
 from ergon_framework.connectors.rabbitmq import RabbitMQQueue
 
+pytestmark = pytest.mark.invariant
+
 SOON = 30.0
 MANY = 200
 LARGE = b"x" * 1_000_000

@@ -21,6 +21,8 @@ from ergon_framework.task.relay import relay, relay_async
 from ergon_framework.transaction import Transaction
 from tests.integration.running import ERGON, PATIENCE, Running
 
+pytestmark = pytest.mark.invariant
+
 COUNT = 60
 POLICY = ConsumerPolicy.load({"loop": {"streaming": True, "empty_queue": {"backoff": 0.02, "cap": 0.05}}})
 

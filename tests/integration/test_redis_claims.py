@@ -13,6 +13,8 @@ from ergon_framework.errors import ConnectionLost
 from ergon_framework.transaction import Transaction
 from tests.integration.redises import Queues, beside, running, stream, until
 
+pytestmark = pytest.mark.invariant
+
 SETTLED, LOST = SettleResult.SETTLED, SettleResult.LOST
 GROUP = "ergon"
 

@@ -23,6 +23,8 @@ from ergon_framework.transaction import Transaction
 from tests.integration.brokers import BROKERS, is_empty, named
 from tests.integration.running import ERGON
 
+pytestmark = pytest.mark.invariant
+
 ORDERS = 40
 CONCURRENCY = 4
 EXECUTORS = 2

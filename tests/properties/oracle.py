@@ -360,6 +360,47 @@ def check_run(plan: Plan, record: RunRecord, *, slack: float = TOLERANCE) -> lis
     return [*found, *_report(run), *_produced_once(run), *_batches(run), *_limit(run)]
 
 
+def check_invariants(plan: Plan, record: RunRecord) -> list[str]:
+    """Return what was lost, duplicated or overlapping in *record*, by the order of events alone.
+
+    No planned time is compared, so a machine that wakes sleepers late excuses none of it.
+    """
+    run = _Run(plan, record, 0.0)
+    if plan.kind == "produce":
+        return [*_overlaps(run), *_produced_once(run)]
+    return [*_overlaps(run), *_outcomes(run), *_settled_once(run)]
+
+
+def _overlaps(run: _Run) -> Iterator[str]:
+    """CON-21: no two bodies of one id at a time; an exception handler may run beside a body that was given up."""
+    bodies = sorted(
+        (
+            (delivery.transaction.id, body)
+            for delivery in run.record.deliveries
+            for body in delivery.bodies
+            if body.call.step != "exception"
+        ),
+        key=lambda one: one[1].call.at,
+    )
+    for at, (name, later) in enumerate(bodies):
+        for other, earlier in bodies[:at]:
+            if name == other and later.call.at < earlier.left:
+                yield f"id {name!r}: {later.call.step} entered at {later.call.at}, another body left at {earlier.left}"
+
+
+def _settled_once(run: _Run) -> Iterator[str]:
+    """CON-30, CON-36: at most one settlement, and none that gives a running body away."""
+    for number in range(len(run.record.deliveries)):
+        sent = [settlement for settlement in run.record.settlements if settlement.delivery == number]
+        name, left = run.name(number), run.left(number)
+        if len(sent) > 1:
+            yield f"{name} was settled {len(sent)} times: {[one.what for one in sent]}"
+        for one in sent:
+            word = one.what if isinstance(one.what, str) else one.what[0]
+            if word in ("later", "release") and one.at < left:
+                yield f"{name}: {word} was sent at {one.at} though a body ran until {left}"
+
+
 @dataclass(frozen=True, slots=True)
 class _Run:
     """A plan with its record, and what both together tell."""

@@ -16,7 +16,10 @@ from ergon_framework.facts.stores.memory import MemoryBoundary
 from ergon_framework.facts.stores.memory_contents import MemoryContents
 from ergon_framework.facts.stores.postgres import PostgresBoundary
 
-pytestmark = pytest.mark.spec("FAC-03", "FAC-10", "FAC-13", "FAC-14", "FAC-15", "FAC-16", "FAC-23")
+pytestmark = [
+    pytest.mark.invariant,
+    pytest.mark.spec("FAC-03", "FAC-10", "FAC-13", "FAC-14", "FAC-15", "FAC-16", "FAC-23"),
+]
 
 PAIRS = (Pair("A", "B"), Pair("A", "C"), Pair("Werk Süd", "B"))
 READERS = ("one", "two")

@@ -11,7 +11,7 @@ import pytest
 
 from ergon_framework.task.exceptions import Category, TransactionException
 from ergon_framework.task.mixins.policies import ConsumerPolicy, ProducerPolicy
-from tests.properties.oracle import check_run, differences, drain_end_of, predict
+from tests.properties.oracle import check_invariants, check_run, differences, drain_end_of, predict
 from tests.properties.plan import (
     ODD,
     Behaviour,
@@ -852,3 +852,26 @@ def test_a_redelivery_goes_on_where_the_last_delivery_was():
     first = TransactionPlan("a", process=(does("system"), does("ok", 1.0)), success=(does("system"),))
     again = first.redelivered({"process": 1}, attempts=1)
     assert (again.process, again.success, again.attempts) == ((does("ok", 1.0),), (does("system"),), 1)
+
+
+@pytest.mark.spec("DX-46")
+def test_a_late_machine_excuses_no_overlap_no_second_outcome_and_no_second_settlement():
+    plan, record = consumed()
+    assert check_invariants(plan, record) == []
+    bodies = (replace(record.deliveries[1].bodies[0], left=2.5), record.deliveries[1].bodies[1])
+    overlapping = replace(record, deliveries=changed(record.deliveries, 1, bodies=bodies))
+    assert any("another body left at 2.5" in fault for fault in check_invariants(plan, overlapping))
+    doubled = replace(record, outcomes=record.outcomes + record.outcomes[:1])
+    assert any("2 outcomes" in fault for fault in check_invariants(plan, doubled))
+    settled_twice = replace(record, settlements=record.settlements + record.settlements[:1])
+    assert any("settled 2 times" in fault for fault in check_invariants(plan, settled_twice))
+    hasty = replace(record, settlements=changed(record.settlements, 1, at=1.0, what=("later", 1.0)))
+    assert any("later was sent at 1.0" in fault for fault in check_invariants(plan, hasty))
+
+
+@pytest.mark.spec("DX-46")
+def test_a_late_machine_excuses_no_transaction_that_was_produced_twice():
+    plan, record = produced()
+    assert check_invariants(plan, record) == []
+    again = replace(record, deliveries=(*record.deliveries, record.deliveries[0]))
+    assert any("produced 2 times" in fault for fault in check_invariants(plan, again))

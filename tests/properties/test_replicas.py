@@ -14,7 +14,7 @@ from ergon_framework.facts.replicate import Replication
 from tests.properties import broken_replicas as broken
 from tests.properties.zones import World, draw
 
-pytestmark = pytest.mark.spec("FAC-17")
+pytestmark = [pytest.mark.invariant, pytest.mark.spec("FAC-17")]
 
 PLANS = int(os.environ.get("ERGON_PLANS", "4000")) // 16
 PARTS = 4

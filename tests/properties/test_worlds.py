@@ -27,6 +27,8 @@ from tests.properties.world import (
     with_unreliable_broker,
 )
 
+pytestmark = pytest.mark.invariant
+
 #: Plans per world; the seeds of the worlds do not overlap, so that no plan is spent twice.
 PLANS = {"threads": 800, "asyncio": 1_200, "simulated threads": 1_000, "simulated asyncio": 1_000}
 PARTS = 4
