@@ -33,7 +33,8 @@ _FORGOTTEN: Final = 2 * _HUNG
 #: Seconds for which the ledger remembers a task, and between two times that it forgets.
 REMEMBERED: Final = 7 * 86_400.0
 FORGETTING: Final = 3_600.0
-_NOT_FOUND: Final = 404
+#: AMQP's reply code as text: RabbitMQ's client gives a number, kombu's virtual transports (Redis, SQS …) give a text.
+_NOT_FOUND: Final = "404"
 
 
 class DeadLetterFeeder:
@@ -70,7 +71,7 @@ class DeadLetterFeeder:
             # Looked for first: an operator may have made it with arguments of his own.
             Queue(self._queue, channel=channel).queue_declare(passive=True)
         except connection.channel_errors as error:
-            if getattr(error, "reply_code", None) != _NOT_FOUND:
+            if str(getattr(error, "reply_code", None)) != _NOT_FOUND:
                 raise
             channel = connection.channel()
             Queue(self._queue, channel=channel, durable=True).queue_declare()

@@ -1,0 +1,28 @@
+"""An app of Celery with the defaults of a user, whose one task is refused by its provider for good."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NoReturn
+
+from celery import Celery
+
+from ergon_framework.providers.base import ProviderBase
+from ergon_framework.providers.celery_task import CeleryProviderTask
+from ergon_framework.providers.errors import ProviderBadRequestError
+
+app = Celery("refusals", broker=os.environ["TEST_BROKER"])
+
+
+class Refusing(ProviderBase):
+    provider_name = "refusing"
+    capability = "rank_snapshot"
+
+    def _execute_impl(self, **_: Any) -> NoReturn:
+        raise ProviderBadRequestError("the provider answered 422")
+
+
+@app.task(base=CeleryProviderTask, bind=True, provider=Refusing())
+def snapshot(self: CeleryProviderTask, payload: dict[str, Any], *, tenant_id: str) -> Any:
+    del tenant_id
+    return self.call("snapshot", payload)
