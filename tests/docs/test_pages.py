@@ -41,4 +41,4 @@ def test_what_a_halted_replica_is_told_to_read_is_there(status):
     sections = re.findall(r"'([^']+)' in " + re.escape(Page.FACTS_RUNBOOK.named), action)
     runbook = (ROOT / "docs" / MENU[Page.FACTS_RUNBOOK.value]).read_text(encoding="utf-8")
     assert all(f"\n## {section}\n" in runbook for section in sections), action
-    assert sections or status is Status.DENIED
+    assert sections

@@ -95,8 +95,11 @@ class Zones:
         for answer in self.plant.append_facts(facts):
             confirmed(answer)
 
+    def issue(self, zone, into=None):
+        return self._authority.issue(zone, zones=[zone], into=into)
+
     def address(self, zone="hub"):
-        files = self._authority.issue(zone, zones=[zone])
+        files = self.issue(zone)
         return Address(host=f"127.0.0.1:{self._port}", files=files, name="localhost", deadline=4.0)
 
     def _wake(self, state=None):
@@ -186,16 +189,20 @@ def test_facts_and_artifacts_arrive_once_whenever_the_service_is_killed(zones, f
     assert zones.plant.cursor_of("hub", PAIR).offset == 1010
 
 
-@pytest.mark.spec("FAC-18")
+@pytest.mark.spec("FAC-18", "DX-39")
 @pytest.mark.parametrize("flavour", ["threads", "asyncio"])
-def test_a_zone_that_may_not_read_is_told_so_and_waits(zones, flavour):
+def test_a_zone_that_may_not_read_says_so_and_goes_on_when_its_certificate_is_replaced(zones, flavour):
     zones.serve()
     zones.append(3)
-    end = zones.start(flavour, zones.address("stranger"))
+    address = zones.address("stranger")
+    end = zones.start(flavour, address)
     zones.await_until(lambda: any(state.status is Status.DENIED for state in zones.states))
-    state = end()
-    assert isinstance(state.trouble.error, AccessDenied)
+    denied = next(state for state in zones.states if state.status is Status.DENIED)
+    assert isinstance(denied.trouble.error, AccessDenied)
     assert zones.arrived == 0
+    zones.issue("hub", into=address.files)
+    zones.await_until(lambda: zones.arrived == 3)
+    assert end().status is Status.STOPPED
 
 
 @pytest.mark.spec("FAC-15")

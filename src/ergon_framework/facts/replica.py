@@ -72,8 +72,15 @@ _ACTIONS: Final = {
     Status.GONE: f"the source has dropped facts that are missing here: see 'Facts are gone' in {_RUNBOOK}",
     Status.REFUSED: f"this store will never take the fact as it is: see 'A conflict' in {_RUNBOOK}, then restart",
 }
-#: Those that end by themselves, or once somebody has done something elsewhere.
-_WAITING: Final = frozenset((Status.UNREACHABLE, Status.UNWRITABLE, Status.FAULTY, Status.FULL, Status.ARTIFACT_LOST))
+#: The replica keeps trying in these states and goes on without a restart.
+_WAITING: Final = frozenset((
+    Status.UNREACHABLE,
+    Status.DENIED,
+    Status.UNWRITABLE,
+    Status.FAULTY,
+    Status.FULL,
+    Status.ARTIFACT_LOST,
+))
 
 
 @dataclass(frozen=True, slots=True)
