@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from dataclasses import replace
 
+from ergon_framework.facts.blob import to_pieces
 from ergon_framework.facts.boundary import BoundaryCapabilities
 from ergon_framework.facts.errors import ArtifactConflict, BufferFull, FactConflict, FactError, InvalidFactError
 from ergon_framework.facts.model import Buffer
@@ -136,7 +137,7 @@ class KeepsHalves(MemoryBoundary):
         def watched():
             upload = Upload()
             try:
-                for piece in blob:
+                for piece in to_pieces(blob):
                     upload.add(piece)
                     yield piece
             except FactError:
@@ -413,9 +414,16 @@ class TrustsNames(MemoryBoundary):
 
     def put_object(self, bucket, key, blob, *, expected=None, begin=0):
         with self._receiving(bucket, key, expected, begin) as upload:
-            for piece in blob:
+            for piece in to_pieces(blob):
                 upload.add(piece)
             return self._kept(bucket, key, upload, expected)
+
+
+class TakesNoBytes(MemoryBoundary):
+    """An artifact has to come in pieces."""
+
+    def put_object(self, bucket, key, blob, **how):
+        return super().put_object(bucket, key, iter(blob), **how)
 
 
 class ExpectsNothing(MemoryBoundary):

@@ -155,6 +155,9 @@ FAILS = {
     broken.TrustsNames: {
         "no_name_leads_out_of_its_bucket",
     },
+    broken.TakesNoBytes: {
+        "bytes_are_stored_as_they_are",
+    },
     broken.ExpectsNothing: {
         "what_was_not_expected_is_not_kept",
     },

@@ -9,6 +9,7 @@ from ergon_framework.engine.drivers.aio import Asyncio
 from ergon_framework.engine.drivers.caller import AsyncCaller, Caller
 from ergon_framework.engine.drivers.threads import Threads
 from ergon_framework.errors import ConnectionLost
+from ergon_framework.facts.blob import to_pieces
 from ergon_framework.facts.connector import AsyncFactConnector, FactConnector
 from ergon_framework.facts.facts import AsyncFacts, Facts
 from ergon_framework.facts.producer import AsyncFactProducer, FactProducer
@@ -63,7 +64,7 @@ class Troubled(MemoryBoundary):
         return self._met("get", message_id, lambda: super(Troubled, self).get_fact(from_zone, message_id))
 
     def put_object(self, bucket, key, blob, **how):
-        content = b"".join(blob)
+        content = b"".join(to_pieces(blob))
         return self._met(
             "put", (bucket, key, content), lambda: super(Troubled, self).put_object(bucket, key, [content], **how)
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import UTC, datetime
 
 import pytest
 
@@ -247,6 +248,34 @@ def test_outside_a_handler_an_id_has_to_be_given(flavour):
     told, store, _ = once(flavour, stated={"message_id": business_id("order", "7", "paid"), "labels": {"a": "b"}})
     assert dict(stored(store)[0].envelope.labels) == {"a": "b"}
     assert stored(store)[0].envelope.produced_at_unix_ms == 1_700_000_000_000
+
+
+@pytest.mark.spec("DX-40")
+def test_correlation_and_time_of_production_can_be_given(flavour):
+    given = {"correlation_id": "shipment-9", "produced_at": datetime(2026, 3, 6, 12, 30, tzinfo=UTC)}
+    _, store, _ = once(flavour, stated=given)
+    envelope = stored(store)[0].envelope
+    assert (envelope.correlation_id, envelope.produced_at_unix_ms) == ("shipment-9", 1_772_800_200_000)
+
+    def story(store):
+        yield {"subject": "order:7", "predicate": "paid"} | given
+
+    _, store, _ = tell(flavour, story, below=below())
+    assert stored(store)[0].envelope.correlation_id == "shipment-9"
+
+
+@pytest.mark.spec("DX-40")
+def test_a_time_of_production_without_a_time_zone_is_refused(flavour):
+    error, store, _ = once(flavour, stated={"produced_at": datetime(2026, 3, 6, 12, 30)})  # noqa: DTZ001 - the point
+    assert isinstance(error, ConfigurationError)
+    assert "2026-03-06T12:30:00 has no time zone" in str(error)
+    assert store.names == []
+
+
+@pytest.mark.spec("DX-40")
+def test_an_upload_takes_bytes(flavour):
+    _, store, _ = once(flavour, stated={"artifact": Upload("files", "orders/7.pdf", b"the order")}, put=[DOWN])
+    assert b"".join(store.get_object("files", "orders/7.pdf")) == b"the order"
 
 
 def test_the_deadline_of_the_handler_ends_the_attempts(flavour):

@@ -6,7 +6,12 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Self
 
-from ergon_framework.facts.boundary import CHUNK
+from ergon_framework.facts.boundary import CHUNK, BlobSource
+
+
+def to_pieces(source: BlobSource) -> Iterable[bytes]:
+    """Return *source* as an iterable of pieces; bytes are cut into pieces."""
+    return Blob.of(bytes(source)) if isinstance(source, bytes | bytearray | memoryview) else source
 
 
 class Blob:

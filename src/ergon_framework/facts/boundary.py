@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 #: Bytes that an artifact is read and written in, at a time.
 CHUNK: Final = 256 * 1024
 
+#: What can be stored as an artifact: bytes, or pieces of them.
+BlobSource = bytes | bytearray | memoryview | Iterable[bytes]
+AsyncBlobSource = BlobSource | AsyncIterable[bytes]
+
 Appending: TypeAlias = tuple[Envelope, Fact]
 #: What came of one of many; an error is that fact's alone.
 Appended: TypeAlias = FactConfirmation | FactError
@@ -199,9 +203,9 @@ class Boundary(_Described):
 
     @abstractmethod
     def put_object(
-        self, bucket: str, key: str, blob: Iterable[bytes], *, expected: Stored | None = None, begin: int = 0
+        self, bucket: str, key: str, blob: BlobSource, *, expected: Stored | None = None, begin: int = 0
     ) -> Stored:
-        """Store what *blob* yields, for ever; returns when it is durable.
+        """Store *blob*, bytes or what yields them, for ever; returns when it is durable.
 
         The same bytes again are answered as the first time; others are an ArtifactConflict. If *blob*
         raises, nothing of it can be read. Bytes that are not *expected* are ArtifactMismatch, and nothing
@@ -287,7 +291,7 @@ class AsyncBoundary(_Described):
         self,
         bucket: str,
         key: str,
-        blob: Iterable[bytes] | AsyncIterable[bytes],
+        blob: AsyncBlobSource,
         *,
         expected: Stored | None = None,
         begin: int = 0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import datetime
 from typing import Any, Final
 
 from ergon_framework import scope
@@ -43,6 +44,8 @@ class _Facts:
         name: str | None,
         message_id: str | None,
         labels: Mapping[str, str] | None,
+        correlation_id: str | None,
+        produced_at: datetime | None,
         senses: Senses,
     ) -> Publication:
         below = scope.current()
@@ -54,12 +57,14 @@ class _Facts:
                 )
             message_id = below.derive(name or f"{to_zone}/{subject}/{predicate}")
         created = None if below is None else below.transaction.created_at
+        if correlation_id is None and below is not None:
+            correlation_id = below.correlation
         envelope = Envelope(
             message_id=message_id,
             from_zone=self._zone,
             to_zone=to_zone,
-            produced_at_unix_ms=int((senses.wall() if created is None else created) * 1000),
-            correlation_id=None if below is None else below.correlation,
+            produced_at_unix_ms=_unix_ms(produced_at, senses.wall() if created is None else created),
+            correlation_id=correlation_id,
             causation_id=None if below is None else below.transaction_id,
             labels=with_trace(labels or {}),
         )
@@ -91,12 +96,17 @@ class Facts(_Facts):
         name: str | None = None,
         message_id: str | None = None,
         labels: Mapping[str, str] | None = None,
+        correlation_id: str | None = None,
+        produced_at: datetime | None = None,
     ) -> FactConfirmation:
         """Append one fact; it returns when the store buffer has it, and says nothing of who will read it.
 
         Below a handler its id is derived from the transaction, so that a second run appends the same fact. A
         second fact of one subject and predicate in one handler needs a *name* of its own. An *artifact* is
         stored first, and the reference to it is the fact's object.
+
+        *correlation_id* defaults to the transaction's, *produced_at* to the time when the transaction was made, or
+        to now outside a handler. Neither is part of the fact's identity; the first envelope is kept.
         """
         senses = self._caller.senses
         publication = self._publication(
@@ -108,6 +118,8 @@ class Facts(_Facts):
             name=name,
             message_id=message_id,
             labels=labels,
+            correlation_id=correlation_id,
+            produced_at=produced_at,
             senses=senses,
         )
         script = publish(publication, self._means, retry=self._retry, senses=senses, outer=scope.current())
@@ -135,6 +147,8 @@ class AsyncFacts(_Facts):
         name: str | None = None,
         message_id: str | None = None,
         labels: Mapping[str, str] | None = None,
+        correlation_id: str | None = None,
+        produced_at: datetime | None = None,
     ) -> FactConfirmation:
         """See Facts."""
         senses = self._caller.senses
@@ -147,10 +161,22 @@ class AsyncFacts(_Facts):
             name=name,
             message_id=message_id,
             labels=labels,
+            correlation_id=correlation_id,
+            produced_at=produced_at,
             senses=senses,
         )
         script = publish(publication, self._means, retry=self._retry, senses=senses, outer=scope.current())
         return _ended(await self._caller.perform(script))
+
+
+def _unix_ms(produced_at: datetime | None, default: float) -> int:
+    if produced_at is None:
+        return int(default * 1000)
+    if produced_at.tzinfo is None:
+        raise ConfigurationError(
+            f"produced_at={produced_at.isoformat()} has no time zone: give datetime.now(UTC) or another aware datetime"
+        )
+    return int(produced_at.timestamp() * 1000)
 
 
 def _ended(confirmation: FactConfirmation | None) -> FactConfirmation:

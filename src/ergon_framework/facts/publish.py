@@ -7,13 +7,14 @@ knows its id.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ergon_framework.engine.effects import NEVER, Call, Script, call, sleep
 from ergon_framework.engine.outcome import Err, Ok
 from ergon_framework.errors import Category, ErgonError, text
+from ergon_framework.facts.boundary import BlobSource
 from ergon_framework.facts.errors import BufferFull, FactConflict, InvalidFactError, PublishError
 from ergon_framework.facts.model import (
     ArtifactReference,
@@ -46,7 +47,7 @@ class Upload:
 
     bucket: str
     key: str
-    blob: Iterable[bytes]
+    blob: BlobSource
     media_type: str | None = None
     file_name: str | None = None
 
@@ -55,7 +56,7 @@ class Upload:
         if iter(self.blob) is self.blob:
             raise InvalidFactError(
                 "the blob of an upload is read from its beginning at each attempt, and this one can be read only "
-                "once; give Blob.of(bytes), Blob.file(path), or a list of bytes"
+                "once; give bytes, Blob.file(path), or a list of bytes"
             )
 
     def reference(self, stored: Stored) -> ArtifactReference:
@@ -107,7 +108,7 @@ class Publication:
 class Means:
     """By what the script is carried out: a store's three calls, of either flavour."""
 
-    put_object: Callable[[str, str, Iterable[bytes]], Any]
+    put_object: Callable[[str, str, BlobSource], Any]
     append_fact: Callable[[Envelope, Fact], Any]
     get_fact: Callable[[str, str], Any]
 

@@ -73,14 +73,16 @@ _ACTIONS: Final = {
     Status.REFUSED: f"this store will never take the fact as it is: see 'A conflict' in {_RUNBOOK}, then restart",
 }
 #: The replica keeps trying in these states and goes on without a restart.
-_WAITING: Final = frozenset((
-    Status.UNREACHABLE,
-    Status.DENIED,
-    Status.UNWRITABLE,
-    Status.FAULTY,
-    Status.FULL,
-    Status.ARTIFACT_LOST,
-))
+_WAITING: Final = frozenset(
+    (
+        Status.UNREACHABLE,
+        Status.DENIED,
+        Status.UNWRITABLE,
+        Status.FAULTY,
+        Status.FULL,
+        Status.ARTIFACT_LOST,
+    )
+)
 
 
 @dataclass(frozen=True, slots=True)

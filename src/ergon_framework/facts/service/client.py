@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self, TypeVar
 
 import grpc
 
 from ergon_framework.errors import ConnectionLost
+from ergon_framework.facts.blob import to_pieces
 from ergon_framework.facts.boundary import (
     Appended,
     Appending,
+    BlobSource,
     Boundary,
     BoundaryCapabilities,
     LogState,
@@ -109,9 +111,9 @@ class BoundaryClient(Boundary):
     # -- artifacts ------------------------------------------------------------------------------------
 
     def put_object(
-        self, bucket: str, key: str, blob: Iterable[bytes], *, expected: Stored | None = None, begin: int = 0
+        self, bucket: str, key: str, blob: BlobSource, *, expected: Stored | None = None, begin: int = 0
     ) -> Stored:
-        given = Upload(bucket, key, blob, expected, begin)
+        given = Upload(bucket, key, to_pieces(blob), expected, begin)
         return upload(given, self._line, received=self.received)
 
     def received(self, bucket: str, key: str, expected: Stored) -> int:

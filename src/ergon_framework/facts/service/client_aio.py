@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
 from typing import Any, Self, TypeVar
 
 import grpc
 
 from ergon_framework.errors import ConnectionLost
+from ergon_framework.facts.blob import to_pieces
 from ergon_framework.facts.boundary import (
     Appended,
     Appending,
+    AsyncBlobSource,
     AsyncBoundary,
     BoundaryCapabilities,
     LogState,
@@ -123,12 +125,13 @@ class AsyncBoundaryClient(AsyncBoundary):
         self,
         bucket: str,
         key: str,
-        blob: Iterable[bytes] | AsyncIterable[bytes],
+        blob: AsyncBlobSource,
         *,
         expected: Stored | None = None,
         begin: int = 0,
     ) -> Stored:
-        given = Upload(bucket, key, blob, expected, begin)
+        pieces = blob if isinstance(blob, AsyncIterable) else to_pieces(blob)
+        given = Upload(bucket, key, pieces, expected, begin)
         return await upload(given, self._line, received=self.received_async)
 
     async def received_async(self, bucket: str, key: str, expected: Stored) -> int:

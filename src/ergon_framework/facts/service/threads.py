@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
@@ -16,6 +16,7 @@ from ergon_framework.errors import ConnectionLost
 from ergon_framework.facts.boundary import (
     Appended,
     Appending,
+    AsyncBlobSource,
     AsyncBoundary,
     Boundary,
     BoundaryCapabilities,
@@ -100,7 +101,7 @@ class InThreads(AsyncBoundary):
         self,
         bucket: str,
         key: str,
-        blob: Iterable[bytes] | AsyncIterable[bytes],
+        blob: AsyncBlobSource,
         *,
         expected: Stored | None = None,
         begin: int = 0,

@@ -12,11 +12,14 @@ from dataclasses import replace
 from typing import Self
 
 from ergon_framework.facts import observe
+from ergon_framework.facts.blob import to_pieces
 from ergon_framework.facts.boundary import (
     Appended,
     Appending,
+    AsyncBlobSource,
     AsyncBoundary,
     Behind,
+    BlobSource,
     Boundary,
     BoundaryCapabilities,
     KnownObject,
@@ -331,12 +334,12 @@ class MemoryBoundary(Boundary, AsyncBoundary):
     # -- artifacts ------------------------------------------------------------------------------------
 
     def put_object(
-        self, bucket: str, key: str, blob: Iterable[bytes], *, expected: Stored | None = None, begin: int = 0
+        self, bucket: str, key: str, blob: BlobSource, *, expected: Stored | None = None, begin: int = 0
     ) -> Stored:
         check_place(bucket, key)
         try:
             with self._receiving(bucket, key, expected, begin) as upload:
-                for piece in blob:
+                for piece in to_pieces(blob):
                     upload.add(piece)
                 return self._kept(bucket, key, upload, expected)
         except BaseException as error:
@@ -347,7 +350,7 @@ class MemoryBoundary(Boundary, AsyncBoundary):
         self,
         bucket: str,
         key: str,
-        blob: Iterable[bytes] | AsyncIterable[bytes],
+        blob: AsyncBlobSource,
         *,
         expected: Stored | None = None,
         begin: int = 0,

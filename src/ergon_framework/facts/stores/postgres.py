@@ -14,10 +14,13 @@ from weakref import WeakKeyDictionary, ref
 from ergon_framework.connectors.postgres.queue import VARIABLE
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.facts import observe
+from ergon_framework.facts.blob import to_pieces
 from ergon_framework.facts.boundary import (
     Appended,
     Appending,
+    AsyncBlobSource,
     AsyncBoundary,
+    BlobSource,
     Boundary,
     BoundaryCapabilities,
     KnownObject,
@@ -381,15 +384,15 @@ class PostgresBoundary(Boundary, AsyncBoundary):
         return self._objects
 
     def put_object(
-        self, bucket: str, key: str, blob: Iterable[bytes], *, expected: Stored | None = None, begin: int = 0
+        self, bucket: str, key: str, blob: BlobSource, *, expected: Stored | None = None, begin: int = 0
     ) -> Stored:
-        return self._kept().put(bucket, key, blob, expected, begin)
+        return self._kept().put(bucket, key, to_pieces(blob), expected, begin)
 
     async def put_object_async(
         self,
         bucket: str,
         key: str,
-        blob: Iterable[bytes] | AsyncIterable[bytes],
+        blob: AsyncBlobSource,
         *,
         expected: Stored | None = None,
         begin: int = 0,
@@ -397,7 +400,7 @@ class PostgresBoundary(Boundary, AsyncBoundary):
         objects = self._kept()
         if isinstance(blob, AsyncIterable):
             return await put_async(objects, bucket, key, blob, expected=expected, begin=begin)
-        return await asyncio.to_thread(objects.put, bucket, key, blob, expected, begin)
+        return await asyncio.to_thread(objects.put, bucket, key, to_pieces(blob), expected, begin)
 
     def received(self, bucket: str, key: str, expected: Stored) -> int:
         return self._kept().received(bucket, key, expected)

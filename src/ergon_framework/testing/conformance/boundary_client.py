@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import uuid
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -15,6 +15,7 @@ from ergon_framework.facts.boundary import (
     Appended,
     Appending,
     AsyncBoundary,
+    BlobSource,
     Boundary,
     BoundaryCapabilities,
     LogState,
@@ -140,7 +141,7 @@ class BoundaryClient:
 
     # -- artifacts ------------------------------------------------------------------------------------
 
-    async def put(self, bucket: str, key: str, blob: Iterable[bytes], **how: Any) -> Stored:
+    async def put(self, bucket: str, key: str, blob: BlobSource, **how: Any) -> Stored:
         stored: Stored = await self._call("put_object", bucket, key, blob, **how)
         return stored
 

@@ -62,6 +62,19 @@ async def what_is_stored_is_confirmed_by_its_digest(sitting: BoundarySitting) ->
     expect(nothing.size == 0 and await client.read("exam", "empty") == b"", "an empty artifact is not empty")
 
 
+@rule("FAC-04")
+async def bytes_are_stored_as_they_are(sitting: BoundarySitting) -> None:
+    client = sitting.client()
+    for key, content in (
+        ("bytes", os.urandom(600_000)),
+        ("bytearray", bytearray(b"abc")),
+        ("view", memoryview(b"abc")),
+    ):
+        stored = await client.put("exam", key, content)
+        expect(stored == stored_of(bytes(content)), f"{key} given at once is confirmed as {stored}")
+        expect(await client.read("exam", key) == bytes(content), f"{key} given at once is read as other bytes")
+
+
 @rule("FAC-21")
 async def the_same_bytes_again_are_answered_as_the_first_time(sitting: BoundarySitting) -> None:
     client = sitting.client()
