@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from ergon_framework.connectors.base import Release
 from tests.twins.world import fails, gives, policy, takes
 
 
@@ -97,6 +98,32 @@ def test_the_last_permitted_delivery_runs_alone_and_nothing_is_fetched_meanwhile
     assert {call.id for call in world.calls if call.ended is None} == {"poison"}
     go.set()
     world.until(lambda: world.kinds() == dict.fromkeys(["a", "b", "c", "poison"], "succeeded"))
+
+
+@pytest.mark.spec("CNN-11", "DX-05")
+@pytest.mark.parametrize("behind", [1, 2, 5])
+def test_the_last_permitted_delivery_starts_after_those_behind_it_are_released(build, behind):
+    neighbours = [f"healthy-{number}" for number in range(behind)]
+    settled = []
+
+    def fetch(fetch):
+        found = fetch.queue.claim(fetch.batch_size)
+        for delivery in found if fetch.number == 0 else ():
+            delivery.deliveries = 3
+        return found
+
+    def poison(call):
+        settled.extend((sent.id, sent.settlement) for sent in world.queue.settled)
+
+    # A real fetch takes a moment, and meanwhile the settler has begun to wait for work.
+    def slow_fetch(call):
+        yield 0.02
+        return fetch(call)
+
+    world = build(fetches=slow_fetch, settles=takes(0.02))
+    world.bodies["process"] = {"poison": poison}
+    world.offer("poison", *neighbours).run(policy(concurrency=10, batch=10, max_deliveries=3))
+    assert settled == [(name, Release()) for name in neighbours]
 
 
 @pytest.mark.spec("CON-21")

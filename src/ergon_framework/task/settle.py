@@ -143,7 +143,8 @@ class Settler:
         #: Every claim that is held, from fetch to settle.
         self.claims: dict[Any, Delivery] = {}
         self._on_outcome = on_outcome
-        self._group = 0
+        #: Every item that was put and is not finished. A set, because any worker thread puts and one other finishes.
+        self._unfinished: set[Item] = set()
         #: Interrupted: the broker is told nothing more.
         self._hurried = False
         #: Whom to tell when there is room again; set by a loop that waits for it.
@@ -151,13 +152,17 @@ class Settler:
 
     @property
     def pending(self) -> int:
-        """How many are between their lifecycle's end and being settled."""
-        return len(self._mailbox) + self._group
+        """How many are between their lifecycle's end and being settled.
+
+        The mailbox cannot say: a settler that waits has taken its items before it runs.
+        """
+        return len(self._unfinished)
 
     def put(self, item: Item) -> None:
         """Have *item* settled."""
         if item.outcome is not None:
             item.outcome.settlement = item.settlement
+        self._unfinished.add(item)
         self._mailbox.put(item)
 
     def close(self) -> None:
@@ -173,7 +178,6 @@ class Settler:
             if isinstance(items, Stopped):
                 return
             if CLOSE not in items and len(items) < policy.group and policy.linger > 0:
-                self._group = len(items)
                 more = yield from wait(self._mailbox, count=policy.group - len(items), until=clock() + policy.linger)
                 self._hurried = isinstance(more, Stopped)
                 items += [] if isinstance(more, Stopped) else more
@@ -184,12 +188,11 @@ class Settler:
         size = self._policy.group
         for start in range(0, len(items), size):
             group = items[start : start + size]
-            self._group = len(items) - start
             told = [item for item in group if item.settlement is not None]
             results = iter((yield from self._told(told)))
             for item in group:
                 self._finished(item, None if item.settlement is None else next(results))
-        self._group = 0
+                self._unfinished.remove(item)
         blocked, self.blocked = self.blocked, None
         if blocked is not None:
             blocked.put(SETTLED, urgent=True)

@@ -509,15 +509,23 @@ def test_who_waited_behind_the_last_permitted_delivery_may_come_again() -> None:
     assert loop.watch.slots() == (3, 0, 1), "all of them start but the second of a key"
 
 
+@pytest.mark.spec("CNN-11", "DX-05")
 def test_the_last_permitted_delivery_waits_until_everybody_else_is_settled() -> None:
     loop = Loop(**concurrency(3, max_deliveries=3))
-    loop.brings(*items("a"), *items("b", deliveries=3))
-    loop.boxes[1].put(Item(items("x")[0], Release(), None))
-    loop.hears(loop.done(1))
-    assert loop.watch.slots() == (0, 0, 1)
-    assert loop.waits == (1, NEVER)
-    settle(loop)
+    settler = loop.spawned[0].script
+    next(settler)
+    loop.brings(*items("a", deliveries=3), *items("b", deliveries=3))
+    # A mailbox hands its items to a waiting settler at once: from here on the mailbox is empty.
+    taken = loop.settling()
+    assert [(item.delivery.receipt, item.settlement) for item in taken] == [("b", Release())]
+    assert loop.hears(WAKE).watch.slots() == (0, 0, 1), "the release of b has not even been sent"
+    assert settler.send(taken).count == 99, "the settler waits a moment for more"
+    assert loop.hears(WAKE).watch.slots() == (0, 0, 1)
+    sent = settler.send([])
+    assert (sent.step, loop.hears(WAKE).watch.slots()) == ("settle", (0, 0, 1)), "sent and not answered"
+    settler.send(Ok([SettleResult.SETTLED]))
     assert loop.hears(*loop.loop.mailbox.take()).watch.slots() == (1, 0, 0)
+    assert loop.waits == (1, NEVER), "nothing is fetched while it runs"
 
 
 def settle(loop: Loop) -> None:
@@ -535,7 +543,7 @@ def test_what_waits_for_others_to_be_settled_is_not_forgotten_at_the_end() -> No
     loop = Loop(**concurrency(1, prefetch=3, max_deliveries=3))
     loop.brings(*items("a", "b")).brings(*items("c", deliveries=3))
     loop.hears(loop.done(1))
-    loop.boxes[1].put(Item(items("x")[0], Release(), None))
+    loop.loop._settler.put(Item(items("x")[0], Release(), None))
     loop.hears(loop.done(2))
     assert (loop.waits, loop.watch.slots()) == ((1, NEVER), (0, 0, 1))
     settle(loop)

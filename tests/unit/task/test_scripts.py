@@ -158,9 +158,10 @@ def test_a_settler_that_is_interrupted_while_idle_ends() -> None:
 @pytest.mark.spec("CNN-13", "CON-36")
 def test_a_settler_that_is_interrupted_while_a_call_is_given_its_grace_tells_the_broker_nothing_more() -> None:
     world, report = World(), Report()
-    script = settling(world, report).run()
+    settler = settling(world, report)
+    script = settler.run()
     next(script)
-    item = Item(Delivery(TX, 1), Ack(), Outcome(TX, Kind.SUCCEEDED))
+    settler.put(item := Item(Delivery(TX, 1), Ack(), Outcome(TX, Kind.SUCCEEDED)))
     call = script.send([item, CLOSE])
     assert isinstance(call, Call)
     world.now = call.until

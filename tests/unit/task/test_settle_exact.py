@@ -70,11 +70,22 @@ class World:
 
     def on(self, answer: Any, *, at: float | None = None) -> World:
         self.now = self.now if at is None else at
+        if isinstance(answer, list):
+            answer = self._put(answer)
         try:
             self.effect = self.script.send(answer)
         except StopIteration:
             self.effect, self.over = None, True
         return self
+
+    def _put(self, items: list[Any]) -> list[Any]:
+        """Put *items* as a loop does, and take them as the mailbox does for a settler that waits."""
+        for each in items:
+            if each is CLOSE:
+                self.settler.close()
+            else:
+                self.settler.put(each)
+        return self.box.take()
 
     @property
     def idle(self) -> bool:
@@ -152,12 +163,15 @@ def test_an_interrupt_while_waiting_for_others_leaves_them_to_the_broker() -> No
     assert world.on([]).told == ["b"], "the moment of the next one was not interrupted"
 
 
-def test_what_waits_in_the_mailbox_is_pending_and_says_what_it_waits_for() -> None:
+@pytest.mark.spec("DX-05")
+def test_everything_that_was_put_is_pending_until_it_is_finished() -> None:
     world = World()
     one = Item(Delivery(Transaction("a"), "a"), later := Later(3.0), outcome := Outcome(Transaction("a")))
     world.settler.put(one)
     world.settler.put(Item(Delivery(Transaction("b"), "b"), Ack(), None))
     assert world.settler.pending == 2
+    assert [each.delivery.receipt for each in world.box.take()] == ["a", "b"]
+    assert world.settler.pending == 2, "also when a waiting settler has taken them"
     assert outcome.settlement is later
     slot: Any = object()
     assert world.box.await_by(slot, 9), "these are not urgent"
