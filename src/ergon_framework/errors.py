@@ -39,7 +39,7 @@ class ErgonError(Exception):
         self,
         message: str = "",
         *,
-        category: Category | None = None,
+        category: str | Category | None = None,
         retry_after: float | None = None,
         final: bool | None = None,
         later: bool | None = None,

@@ -28,8 +28,10 @@ def test_what_process_returns_goes_to_the_success_handler(build, value):
     assert world.outcome().succeeded_steps == ("process", "success")
 
 
-@pytest.mark.spec("CON-02")
-@pytest.mark.parametrize("error", [BusinessError("no such order"), TransactionException("no", BUSINESS)])
+@pytest.mark.spec("CON-02", "DX-06")
+@pytest.mark.parametrize(
+    "error", [BusinessError("no such order"), TransactionException("no", BUSINESS), TransactionException(BUSINESS)]
+)
 def test_a_business_failure_has_had_its_only_attempt(build, error):
     world = build(process=fails(error)).offer("a").run(policy(process={"max_attempts": 4}))
     assert world.steps() == ["process", "exception"]
@@ -210,6 +212,24 @@ def test_an_error_of_ours_is_classified_by_its_own_verdict(build):
     assert world.steps() == ["process", "exception"]
     assert world.only("exception").given.category is BUSINESS
     assert world.only("exception").given.code == "refused"
+
+
+@pytest.mark.spec("DX-09")
+def test_a_group_of_business_failures_has_had_its_only_attempt(build):
+    group = ExceptionGroup("unhandled errors in a TaskGroup", [BusinessError("sold out"), BusinessError("no card")])
+    world = build(process=fails(group)).offer("a").run(policy(process={"max_attempts": 4}))
+    assert world.steps() == ["process", "exception"]
+    assert (world.outcome().category, world.outcome().attempts) == (BUSINESS, 1)
+    assert world.only("exception").given.__cause__ is group
+    (dead,) = world.queue.dead_letters
+    assert dead.failure.error_message.endswith("BusinessError: sold out; BusinessError: no card")
+
+
+@pytest.mark.spec("DX-09")
+def test_a_group_with_a_system_failure_is_retried(build):
+    group = ExceptionGroup("two", [BusinessError("sold out"), OSError("reset")])
+    world = build(process=[fails(group), gives(7)]).offer("a").run(policy(process={"max_attempts": 4}))
+    assert world.steps() == ["process", "process", "success"]
 
 
 @pytest.mark.spec("CON-44")

@@ -66,8 +66,12 @@ def test_a_value_that_is_false_is_success_too(flavour, value):
     assert made.kinds == ["succeeded"]
 
 
-@pytest.mark.spec("PRO-02")
-@pytest.mark.parametrize("error", [BusinessError("closed"), TransactionException("closed", BUSINESS)], ids=named)
+@pytest.mark.spec("PRO-02", "DX-06")
+@pytest.mark.parametrize(
+    "error",
+    [BusinessError("closed"), TransactionException("closed", BUSINESS), TransactionException(BUSINESS)],
+    ids=named,
+)
 def test_a_business_failure_has_one_attempt_and_then_the_exception_handler(flavour, error):
     made = run(flavour, many(1), produce=in_turn(error))
 

@@ -40,6 +40,37 @@ def test_a_transaction_fails_with_the_category_it_is_given(category):
     assert TransactionException("broken", category=category).category is category
 
 
+@pytest.mark.spec("CON-44", "DX-06")
+@pytest.mark.parametrize("category", Category)
+def test_a_category_in_place_of_the_message_is_the_category(category):
+    error = TransactionException(category, code="sold_out", retry_after=3)
+    assert verdict(error) == (category, 3, False, "sold_out")
+    assert str(error) == f"{category.value} failure"
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), verdict(again)) == (str(error), verdict(error))
+
+
+@pytest.mark.spec("DX-06")
+def test_a_category_may_stand_before_its_message():
+    error = TransactionException(Category.BUSINESS, "no such order")
+    assert (error.category, str(error)) == (Category.BUSINESS, "no such order")
+    named = TransactionException(Category.BUSINESS, category=Category.BUSINESS)
+    assert (named.category, str(named)) == (Category.BUSINESS, "BUSINESS failure")
+
+
+@pytest.mark.spec("DX-06")
+def test_two_categories_that_differ_are_refused():
+    with pytest.raises(TypeError, match="SYSTEM and BUSINESS"):
+        TransactionException(Category.SYSTEM, Category.BUSINESS)
+
+
+@pytest.mark.spec("DX-06")
+def test_a_text_that_is_the_name_of_a_category_stays_a_message():
+    error = TransactionException("BUSINESS")
+    assert (error.category, str(error)) == (Category.SYSTEM, "BUSINESS")
+    assert TransactionException("broken", "BUSINESS").category is Category.BUSINESS
+
+
 @pytest.mark.spec("CON-44")
 def test_a_transaction_exception_without_a_category_is_a_system_failure():
     assert verdict(TransactionException("broken")) == (Category.SYSTEM, None, False, None)

@@ -21,6 +21,9 @@ __all__ = [
 class TransactionException(ErgonError):
     """A failure of one transaction, with its category: SYSTEM unless it, or its class, says otherwise.
 
+    The category may stand alone or first: ``TransactionException(Category.BUSINESS)`` and
+    ``TransactionException(Category.BUSINESS, "no such order")``.
+
     ``still_running`` is true when the body that timed out had not left when this was handed to
     the exception handler: it may still act.
     """
@@ -29,15 +32,26 @@ class TransactionException(ErgonError):
 
     def __init__(
         self,
-        message: str = "",
-        category: Category | None = None,
+        message: str | Category = "",
+        category: str | Category | None = None,
         *,
         retry_after: float | None = None,
         final: bool | None = None,
         later: bool | None = None,
         code: str | None = None,
     ) -> None:
+        if isinstance(message, Category):
+            message, category = _category_first(message, category)
         super().__init__(message, category=category, retry_after=retry_after, final=final, later=later, code=code)
+
+
+def _category_first(category: Category, message: str | None) -> tuple[str, Category]:
+    """The message and the category of an exception whose first argument is *category*."""
+    if message is None or message is category:
+        return f"{category.value} failure", category
+    if isinstance(message, Category):
+        raise TypeError(f"a failure has one category, not {category.value} and {message.value}; pass one of them")
+    return message, category
 
 
 class BusinessError(TransactionException):

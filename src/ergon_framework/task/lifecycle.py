@@ -11,6 +11,7 @@ from ergon_framework.engine.outcome import Ok, Stopped
 from ergon_framework.errors import Category, ErgonError, is_sound, text
 from ergon_framework.failure import Attempt, describe, latest
 from ergon_framework.task.exceptions import TransactionException
+from ergon_framework.task.groups import classify_group
 from ergon_framework.task.report import Kind, Outcome
 from ergon_framework.transaction import HISTORY, Transaction
 
@@ -65,16 +66,17 @@ def classify(error: BaseException) -> TransactionException:
         return error
     if isinstance(error, ErgonError) and is_sound(error):
         return _wrapped(error, error.category, verdict=error)
+    if isinstance(error, BaseExceptionGroup):
+        return classify_group(error)
     return _wrapped(error, Category.SYSTEM)
 
 
 def classify_handler(error: BaseException) -> TransactionException:
     """Handlers have no business failures: whatever they raise is ours to retry."""
-    if isinstance(error, TransactionException) and error.category is Category.SYSTEM and is_sound(error):
-        return error
-    return _wrapped(
-        error, Category.SYSTEM, verdict=error if isinstance(error, ErgonError) and is_sound(error) else None
-    )
+    found = classify(error)
+    if found.category is Category.SYSTEM:
+        return found
+    return _wrapped(error, Category.SYSTEM, verdict=found)
 
 
 def expired(message: str) -> TransactionException:
@@ -83,7 +85,7 @@ def expired(message: str) -> TransactionException:
 
 
 def _wrapped(error: BaseException, category: Category, verdict: ErgonError | None = None) -> TransactionException:
-    message = f"{type(error).__name__}: {text(error)}" if verdict is None else text(error)
+    message = f"{type(error).__name__}: {text(error)}" if verdict is None else text(verdict)
     wrapped = TransactionException(message, category)
     if verdict is not None:
         wrapped.retry_after, wrapped.final, wrapped.code = verdict.retry_after, verdict.final, verdict.code

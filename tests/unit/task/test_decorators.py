@@ -464,3 +464,26 @@ def test_a_payload_is_read_as_the_type_that_the_task_declares():
     assert task.read_payload(Transaction("one", {"id": "a", "total": 7})) == Order(id="a", total=7)
     with pytest.raises(TransactionException, match="total: Field required"):
         task.read_payload(Transaction("one", {"id": "a"}))
+
+
+@pytest.mark.spec("DX-09")
+def test_a_business_failure_inside_a_task_group_is_not_retried() -> None:
+    queue = MemoryConnector("orders")
+    queue.dispatch([Transaction("a", {"item": "lamp"})])
+    calls: list[str] = []
+
+    async def reserve(item: str) -> None:
+        calls.append(item)
+        raise BusinessError(f"{item} is sold out", code="sold_out")
+
+    @consumer(queue)
+    async def handle(order: dict[str, str]) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(reserve(order["item"]))
+            group.create_task(asyncio.sleep(60))
+
+    asyncio.run(handle.run())
+    assert calls == ["lamp"]
+    (dead,) = queue.dead_letters
+    assert (dead.reason, dead.failure.category, dead.failure.attempts) == ("sold_out", "BUSINESS", 1)
+    assert "BusinessError: lamp is sold out" in dead.failure.error_message

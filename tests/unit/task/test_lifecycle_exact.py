@@ -13,7 +13,7 @@ from ergon_framework.engine.effects import Call, Gone, Sleep
 from ergon_framework.engine.outcome import Err, Expired, Ok, Stopped
 from ergon_framework.engine.senses import Senses
 from ergon_framework.errors import Category, ConnectionLost, ErgonError
-from ergon_framework.failure import Attempt
+from ergon_framework.failure import Attempt, describe
 from ergon_framework.task.exceptions import BusinessError, TransactionException
 from ergon_framework.task.lifecycle import Course, classify, classify_handler, expired, history, lifecycle
 from ergon_framework.task.mixins.policies import RetryPolicy
@@ -110,6 +110,82 @@ def test_a_verdict_that_makes_no_sense_is_that_of_foreign_code() -> None:
         for error in (classify(cause), classify_handler(cause)):
             assert (str(error), error.__cause__) == (f"{kind.__name__}: no", cause)
             assert (error.category, error.retry_after, error.code) == (Category.SYSTEM, None, None)
+
+
+@pytest.mark.spec("DX-09")
+def test_a_group_of_business_failures_is_one() -> None:
+    group = ExceptionGroup(
+        "two orders", [BusinessError("sold out"), ExceptionGroup("inner", [BusinessError("no card")])]
+    )
+    error = classify(group)
+    assert (error.category, error.final, error.later, error.__cause__) == (Category.BUSINESS, False, False, group)
+    assert str(error) == "two orders (2 sub-exceptions): BusinessError: sold out; BusinessError: no card"
+    handled = classify_handler(group)
+    assert (handled.category, str(handled), handled.__cause__) == (Category.SYSTEM, str(error), group)
+
+
+@pytest.mark.spec("DX-09")
+@pytest.mark.parametrize("other", [ValueError("broken"), TransactionException("late", Category.TIMEOUT), SystemExit(3)])
+def test_a_group_with_another_failure_is_a_system_failure(other: BaseException) -> None:
+    group = BaseExceptionGroup("mixed", [BusinessError("sold out"), BaseExceptionGroup("inner", [other])])
+    error = classify(group)
+    assert (error.category, error.final, error.later) == (Category.SYSTEM, False, False)
+    assert str(error) == f"mixed (2 sub-exceptions): BusinessError: sold out; {type(other).__name__}: {other}"
+    assert classify_handler(group).category is Category.SYSTEM
+
+
+@pytest.mark.spec("DX-09")
+def test_a_group_of_timeouts_is_a_system_failure() -> None:
+    assert classify(ExceptionGroup("late", [TransactionException(Category.TIMEOUT)])).category is Category.SYSTEM
+
+
+@pytest.mark.spec("DX-09")
+@pytest.mark.parametrize(
+    "members, final, later, retry_after, code",
+    [
+        ([{"final": True, "code": "down"}, {"final": True, "code": "down"}], True, False, None, "down"),
+        ([{"final": True}, {}], False, False, None, None),
+        ([{"final": True}, {"category": Category.BUSINESS}], True, False, None, None),
+        ([{"final": True, "category": Category.BUSINESS}], True, False, None, None),
+        ([{"later": True, "retry_after": 3.0}, {"later": True, "retry_after": 7.0}], False, True, 7.0, None),
+        ([{"later": True, "retry_after": 3.0}, {"code": "busy"}], False, False, 3.0, None),
+        ([{"code": "a"}, {"code": "b"}], False, False, None, None),
+    ],
+)
+def test_a_group_is_tried_again_as_its_members_permit(
+    members: list[dict[str, Any]], final: bool, later: bool, retry_after: float | None, code: str | None
+) -> None:
+    error = classify(ExceptionGroup("g", [TransactionException("x", **member) for member in members]))
+    assert (error.final, error.later, error.retry_after, error.code) == (final, later, retry_after, code)
+
+
+@pytest.mark.spec("DX-09")
+def test_a_member_whose_verdict_makes_no_sense_is_a_system_failure() -> None:
+    odd = BusinessError("no")
+    odd.retry_after = "soon"  # type: ignore[assignment]
+    error = classify(ExceptionGroup("g", [odd, BusinessError("no")]))
+    assert (error.category, error.retry_after) == (Category.SYSTEM, None)
+
+
+@pytest.mark.spec("DX-09")
+def test_the_texts_of_a_large_group_are_bounded() -> None:
+    one = str(classify(ExceptionGroup("g" * 900, [ValueError("v" * 900)])))
+    assert one == f"{'g' * 79}…: ValueError: {'v' * 387}…"
+    assert describe(classify(ExceptionGroup("g" * 900, [ValueError("v" * 900)]))) == one, "a record keeps all of it"
+    exact = ExceptionGroup("g", [ValueError("v" * 388)])
+    assert str(classify(exact)) == f"g (1 sub-exception): ValueError: {'v' * 388}"
+    five = ExceptionGroup("g", [ValueError(str(number)) for number in range(5)])
+    assert str(classify(five)).endswith("; ValueError: 4")
+    seven = ExceptionGroup("g", [ValueError(str(number) * 900) for number in range(7)])
+    assert str(classify(seven)).endswith(f"; ValueError: {'4' * 67}…; and 2 more")
+
+
+@pytest.mark.spec("DX-09")
+def test_a_group_may_be_nested_deeper_than_functions_call() -> None:
+    group = ExceptionGroup("inner", [BusinessError("no")])
+    for _ in range(5_000):
+        group = ExceptionGroup("outer", [group])
+    assert classify(group).category is Category.BUSINESS
 
 
 def test_the_engines_own_timeout_says_so() -> None:
