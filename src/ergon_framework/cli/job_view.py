@@ -85,14 +85,14 @@ def _cron_cells(one: Any) -> tuple[str, ...]:
     )
 
 
-def show_one(found: Any) -> None:
-    """Print everything about one job."""
-    tell(clean(found.id, _CELL), list(_rows(found)))
+def show_one(found: Any, waits: str | None = None) -> None:
+    """Print everything about one job; *waits* says for which orchestrator it waits."""
+    tell(clean(found.id, _CELL), list(_rows(found, waits)))
     if found.error is not None and found.error.traceback:
         typer.echo("\n".join(clean(line, _LONGEST) for line in found.error.traceback.splitlines()))
 
 
-def _rows(found: Any) -> Iterator[tuple[str, str]]:
+def _rows(found: Any, waits: str | None) -> Iterator[tuple[str, str]]:
     yield "state", f"{found.state.value}{', to be killed' if found.kill_asked and not found.state.over else ''}"
     yield "function", clean(f"{found.kind}#{found.function_name}", _LONGEST)
     most = "" if found.max_attempts is None else f" of {found.max_attempts}"
@@ -103,6 +103,8 @@ def _rows(found: Any) -> Iterator[tuple[str, str]]:
     for name, words in _TIMES.items():
         if getattr(found, name) is not None:
             yield words, _at(getattr(found, name))
+    if waits is not None:
+        yield "waits for an orchestrator", clean(waits, _LONGEST)
     if found.state == "pending":
         yield "what it waits for", f"ergon why {shlex.quote(clean(found.id, _LONGEST))}"
     if found.state == "succeeded":

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
@@ -66,6 +66,8 @@ def submitted(order: Order, *, config: Path | None, as_json: bool) -> JobExit:
             typer.echo(made.id)
             if not made.created:
                 _say(f"it was there before, and is {made.state}")
+            elif waits := _wait_of(client, client.show(made.id)):
+                _say(f"the job waits for an orchestrator: {waits}")
         return JobExit.OK
 
     return done(work, config=config, as_json=as_json, default=order.default)
@@ -75,7 +77,11 @@ def shown(job_id: str, *, config: Path | None, as_json: bool) -> JobExit:
     """Print one job."""
 
     def work(client: Any) -> JobExit:
-        _tell(client.show(job_id), as_json=as_json)
+        found = client.show(job_id)
+        if as_json:
+            typer.echo(view.as_line(found))
+        else:
+            view.show_one(found, _wait_of(client, found))
         return JobExit.OK
 
     return done(work, config=config, as_json=as_json)
@@ -176,6 +182,15 @@ def listed(filters: dict[str, Any], *, limit: int, config: Path | None, as_json:
         return JobExit.OK
 
     return done(work, config=config, as_json=as_json)
+
+
+def _wait_of(client: Any, found: Any) -> str | None:
+    """Say which orchestrator a pending job waits for; None if it runs."""
+    if found.state != "pending":
+        return None
+    registrations = importlib.import_module("ergon_framework.executor.jobs.registrations")
+    waits: str | None = registrations.describe_wait(found, client.executors(), datetime.now(UTC))
+    return waits
 
 
 # -- around it --------------------------------------------------------------------------------------

@@ -67,6 +67,8 @@ def _done(history: History, place: Place, _now: float) -> str:
 
 
 def _pending(history: History, place: Place, now: float) -> str:
+    if orchestrator := history.about.get("orchestrator"):
+        return f"it waits for an orchestrator: {orchestrator}"
     if place.until is None or place.until <= now:
         before = history.about.get("due before it")
         others = f" behind {before} of its kind" if before else ""
@@ -121,6 +123,8 @@ def _worker(_history: History, name: str | None) -> str:
 
 
 def _executors(history: History, _name: str | None) -> str:
+    if "orchestrator" in history.about:
+        return f"start an orchestrator that serves {history.where!r}, or run: ergon job cancel {_quoted(history)}"
     if running := history.about.get("running of its kind"):
         return f"nothing; jobs of its kind are being run, {running} at this moment"
     return "nothing, if an orchestrator runs and its executors start (see ergon doctor); else start one with ergon run"

@@ -485,6 +485,8 @@ class Event:
     EXECUTOR_SAID: Final = "executor said"
     EXECUTOR_ENDED: Final = "executor ended"
     EXECUTOR_NOT_STARTED: Final = "executor not started"
+    EXECUTOR_UNKNOWN: Final = "executor unknown"
+    REGISTRATION_FAILED: Final = "executor registration failed"
     JOB_STALE: Final = "job stale"
     JOB_KILLED: Final = "job killed"
     JOBS_UNWRITTEN: Final = "jobs unwritten"

@@ -16,6 +16,7 @@ from ergon_framework.errors import ConfigurationError
 from ergon_framework.executor.jobs import crontab, reading
 from ergon_framework.executor.jobs.cron import Cron, CronEntry, columns
 from ergon_framework.executor.jobs.model import Job, JobState, JobWaitTimeout, Submitted
+from ergon_framework.executor.jobs.registrations import ServedExecutor, executors
 from ergon_framework.executor.jobs.request import DEFAULT, Request, parameters
 from ergon_framework.executor.jobs.submitting import SUBMIT, submit, submit_many, submitted
 from ergon_framework.executor.jobs.waiting import Waiting
@@ -72,8 +73,8 @@ class JobClient(_Client):
     """Submits, shows and steers jobs, from threads.
 
     The address is *dsn*, or the environment's ``ERGON_POSTGRES__DSN``. A function without a prefix
-    is for the *default* executors. Of *executors*, if they are given, a job for any other becomes a
-    dead letter that says so.
+    is for the *default* executors. A job for executors that no orchestrator serves becomes a dead
+    letter ten minutes after it is due; with *executors*, one for any other does so at once.
     """
 
     def __enter__(self) -> Self:
@@ -124,6 +125,10 @@ class JobClient(_Client):
             if pause:
                 time.sleep(pause)
         return waiting.jobs
+
+    def executors(self) -> builtins.list[ServedExecutor]:
+        """Return the executors that an orchestrator has served in the last 30 days, by name."""
+        return self._run(executors())
 
     def cancel(self, job_id: str) -> bool:
         """Cancel the job if it waits; False if it has begun or is over."""
@@ -211,6 +216,9 @@ class AsyncJobClient(_Client):
             if pause:
                 await asyncio.sleep(pause)
         return waiting.jobs
+
+    async def executors(self) -> builtins.list[ServedExecutor]:
+        return await self._run(executors())
 
     async def cancel(self, job_id: str) -> bool:
         return await self._run(reading.cancel(job_id))

@@ -15,6 +15,7 @@ from ergon_framework.executor.guard import Guard
 from ergon_framework.executor.jobs.clockwork import clockwork
 from ergon_framework.executor.jobs.cron import Cron, columns
 from ergon_framework.executor.jobs.queue import JobQueue
+from ergon_framework.executor.jobs.registrations import registered
 from ergon_framework.executor.jobs.request import DEFAULT
 from ergon_framework.executor.jobs.task import JobTask
 from ergon_framework.executor.pool import PoolPolicy
@@ -65,6 +66,7 @@ class Orchestrator(AsyncConsumerMixin, AsyncTask):
         if len({cron.name for cron in crons}) < len(crons):
             raise ConfigurationError("two cron entries have the same name; an entry is known by its name alone")
         self._guard: Guard | None = None
+        self._lease = lease
         #: By kind; ``ergon dlq`` takes the queue of one of them: ``jobs.tasks["rust"].connector``.
         self.tasks = {
             kind: JobTask(
@@ -92,13 +94,17 @@ class Orchestrator(AsyncConsumerMixin, AsyncTask):
 
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[None]:
-        """One guard, all kinds open, and a clockwork for all entries."""
+        """One guard, all kinds open and registered, and a clockwork for all entries."""
         guard = self._guard = await asyncio.to_thread(Guard)
         try:
             async with AsyncExitStack() as stack:
                 for task in self.tasks.values():
                     await stack.enter_async_context(task.opened())
-                await stack.enter_async_context(clockwork(self.connector.address, self._crons, task=self.name))
+                address = self.connector.address
+                await stack.enter_async_context(
+                    registered(address, self.tasks.keys(), lease=self._lease, task=self.name)
+                )
+                await stack.enter_async_context(clockwork(address, self._crons, task=self.name))
                 yield
         finally:
             self._guard = None

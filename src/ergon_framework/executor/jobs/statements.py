@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from typing import Final
 
-#: The worker's row is locked as by a claim: whoever would take it away waits, or was first, and then nothing is found
-#: here. What comes out of it for each message, see ``attempts.Decision``.
-START: Final = """
+from ergon_framework.executor.jobs.model import PREFIX
+
+#: The messages of *$1* that these claims hold still.
+_CLAIMED: Final = """
 with given as materialized (
     select * from json_to_recordset($1::json) as g(id text, message bigint, worker bigint, token bigint)
 ),
@@ -25,7 +26,13 @@ mine as materialized (
     select g.* from given g join alive a on a.id = g.worker
     join ergon.held h on h.worker = g.worker and h.token = g.token
     where g.message = any(h.ids)
-),
+)
+"""
+
+#: The worker's row is locked as by a claim: whoever would take it away waits, or was first, and then nothing is found
+#: here. What comes out of it for each message, see ``attempts.Decision``.
+START: Final = f"""
+{_CLAIMED},
 found as materialized (
     select j.id, j.state, j.attempts, j.due_at, j.kill_asked, j.worker as by_worker, j.token as by_token,
         j.message as for_message, coalesce(j.max_attempts, $2::integer) as most,
@@ -134,6 +141,77 @@ gone as (
     delete from ergon.job j using old o where not o.needed and j.id = o.id
 )
 select count(*) from old
+"""
+
+# -- executors that no orchestrator serves ----------------------------------------------------------
+
+#: Orchestrators of one kind write the same row: one that was just written is left alone.
+REGISTER: Final = """
+insert into ergon.executor as e (kind, since, served_at)
+select g.kind, now(), now() from unnest(%(kinds)s::text[]) as g(kind) order by g.kind
+on conflict (kind) do update set
+    since = case when e.served_at < now() - %(absent)s * interval '1 second' then now() else e.since end,
+    served_at = now()
+where e.served_at < now() - interval '5 seconds'
+"""
+
+#: An executor *e* is known for this long after an orchestrator served it last: longer than any outage.
+_SERVED: Final = "e.served_at > now() - interval '30 days'"
+
+#: Of a queue *q*: its executor is registered; or its jobs run or have succeeded, because an orchestrator of an older
+#: release serves it, which does not register.
+_REGISTERED: Final = f"exists (select 1 from ergon.executor e where q.name = '{PREFIX}' || e.kind and {_SERVED})"
+_ACTIVE: Final = "exists (select 1 from ergon.job s where s.queue = q.id and s.state in ('running', 'succeeded'))"
+_UNKNOWN: Final = f"not {_REGISTERED} and not {_ACTIVE}"
+
+EXECUTORS: Final = f"""
+select e.kind, e.served_at from ergon.executor e where {_SERVED}
+union all
+select substr(q.name, length('{PREFIX}') + 1), now() from ergon.queue q
+where starts_with(q.name, '{PREFIX}') and not {_REGISTERED} and {_ACTIVE}
+order by 1
+"""
+
+#: Queues without an orchestrator that have a message to dead-letter, or to remove because its job has ended.
+UNSERVED: Final = f"""
+select q.name from ergon.queue q
+where starts_with(q.name, '{PREFIX}') and {_UNKNOWN} and exists (
+    select 1 from (
+        select r.transaction_id from ergon.ready r where r.queue = q.id
+        union all
+        select c.transaction_id from ergon.returned b join ergon.content c on c.id = b.id
+        where b.queue = q.id and b.due_at <= now()
+    ) as m
+    join ergon.job j on j.id = m.transaction_id
+    where j.queue = q.id and (j.state <> 'pending' or j.due_at < now() - %(grace)s * interval '1 second')
+)
+-- After an outage of all orchestrators, the one that serves it may start a moment later than this one.
+and exists (
+    select 1 from ergon.executor e where e.since < now() - %(grace)s * interval '1 second'
+    and e.served_at > now() - %(absent)s * interval '1 second'
+)
+order by q.name
+"""
+
+#: Whether an orchestrator serves the executor is asked again in the statement that fails the job.
+FAIL_UNSERVED: Final = f"""
+{_CLAIMED},
+failed as (
+    update ergon.job j set
+        state = 'failed', worker = m.worker, token = m.token, message = m.message, ended_at = now(),
+        expires_at = now() + j.retention * interval '1 second', category = 'SYSTEM', error_code = $3::text,
+        error_type = null, error_message = $4::text, error_traceback = null
+    from mine m, ergon.queue q
+    where j.id = m.id and q.id = j.queue and {_UNKNOWN} and (
+        j.state = 'failed' or j.state = 'pending' and j.due_at < now() - $2::float8 * interval '1 second'
+    )
+    returning j.id, j.attempts
+)
+select json_agg(json_build_array(
+    m.id, case when f.id is not null then 'failed' when j.state in ('succeeded', 'cancelled', 'killed') then 'over'
+        else 'waiting' end, coalesce(f.attempts, 0)
+))::text
+from mine m left join ergon.job j on j.id = m.id left join failed f on f.id = m.id
 """
 
 # -- what people ask for ----------------------------------------------------------------------------

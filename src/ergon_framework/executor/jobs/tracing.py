@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Final
 
 from ergon_framework.executor.jobs import statements
 from ergon_framework.executor.jobs.model import Job, JobState
 from ergon_framework.executor.jobs.reading import job_of
+from ergon_framework.executor.jobs.registrations import ServedExecutor, describe_wait, executors
 from ergon_framework.history import Event, History, Kind, Place, State, Value, in_order
 from ergon_framework.schema.operation import Operation, Query
 
@@ -20,10 +22,12 @@ def trace(job_id: str) -> Operation[list[History]]:
     rows = yield Query(statements.SHOW, {"id": job_id})
     company = yield Query(statements.COMPANY, {"id": job_id, "most": _MOST})
     running, before = company[0] if company else (None, None)
-    return [_history(job_of(*row), running=running, before=before) for row in rows]
+    known = yield from executors()
+    return [_history(job_of(*row), running=running, before=before, known=known) for row in rows]
 
 
-def _history(job: Job, *, running: int | None, before: int | None) -> History:
+def _history(job: Job, *, running: int | None, before: int | None, known: Sequence[ServedExecutor]) -> History:
+    waits = describe_wait(job, known, datetime.now(UTC)) if job.state is JobState.PENDING else None
     told: dict[str, Value | None] = {
         "function": job.function_name,
         "attempts": job.attempts,
@@ -34,6 +38,7 @@ def _history(job: Job, *, running: int | None, before: int | None) -> History:
         "correlation": job.correlation,
         "unique key": job.unique_key,
         "running of its kind": running,
+        "orchestrator": waits,
         "due before it": before if before is None or before < _MOST else f"{_MOST} or more",
     }
     return History(

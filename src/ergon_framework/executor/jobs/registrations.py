@@ -1,0 +1,186 @@
+"""Registrations: which executors orchestrators serve, and what becomes of jobs for any other.
+
+A client cannot know which executors exist, because orchestrators of other deployments may serve them. Each
+orchestrator registers its kinds in the database and renews them while it runs. A job for a kind that no
+orchestrator serves becomes a dead letter once it has been due, and orchestrators have run, for GRACE.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Collection, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Final
+
+from ergon_framework.connectors.base import Ack, Delivery, Release, Settlement
+from ergon_framework.errors import Category
+from ergon_framework.executor.jobs import observe, statements
+from ergon_framework.executor.jobs.burial import Buried, letter
+from ergon_framework.executor.jobs.model import PREFIX, Job
+from ergon_framework.executor.jobs.queue import JobQueue
+from ergon_framework.executor.verdict import Blame
+from ergon_framework.schema.lines import Lines
+from ergon_framework.schema.operation import Operation, Query, Text
+
+#: Seconds that a job waits, after it is due, for the first orchestrator of its executors.
+GRACE: Final = 600.0
+#: Seconds between two renewals, and after which an executor counts as not served at present.
+RENEW: Final = 10.0
+ABSENT: Final = 60.0
+#: The code of the dead letter, as of any other job without a route.
+NO_ROUTE: Final = "no_route"
+_BATCH: Final = 100
+#: Seconds that one statement may take, and between two warnings.
+_WITHIN: Final = 15.0
+_WARN: Final = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class ServedExecutor:
+    """A kind of executors, and when an orchestrator of it was last seen to run."""
+
+    kind: str
+    served_at: datetime
+
+
+def register(kinds: Collection[str]) -> Operation[None]:
+    """Say that an orchestrator serves *kinds* now."""
+    yield Query(statements.REGISTER, {"kinds": list(kinds), "absent": ABSENT})
+
+
+def executors() -> Operation[list[ServedExecutor]]:
+    """Return the executors that an orchestrator has served in the last 30 days, by name."""
+    rows = yield Query(statements.EXECUTORS)
+    return [ServedExecutor(*row) for row in rows]
+
+
+def unserved() -> Operation[list[str]]:
+    """Return the kinds without an orchestrator that have a message to settle."""
+    rows = yield Query(statements.UNSERVED, {"grace": GRACE, "absent": ABSENT})
+    return [row[0].removeprefix(PREFIX) for row in rows]
+
+
+def describe_unknown(kind: str, known: Collection[str]) -> str:
+    """Say that no orchestrator serves *kind*, and which kinds exist."""
+    names = ", ".join(sorted(known)) or "none"
+    return f"the executor {kind!r} does not exist: no orchestrator serves it; known: {names}"
+
+
+def describe_wait(job: Job, known: Sequence[ServedExecutor], now: datetime) -> str | None:
+    """Say that *job* waits for an orchestrator, and what becomes of it; None if one runs."""
+    served = {each.kind: each.served_at for each in known}
+    if job.kind not in served:
+        earliest = _to_text(job.due_at + timedelta(seconds=GRACE))
+        return f"{describe_unknown(job.kind, served)}; it becomes a dead letter at {earliest} or later"
+    if now - served[job.kind] > timedelta(seconds=ABSENT):
+        return f"no orchestrator of the executor {job.kind!r} has run since {_to_text(served[job.kind])}"
+    return None
+
+
+def _to_text(moment: datetime) -> str:
+    return moment.astimezone(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+def fail(deliveries: Sequence[Delivery], message: str) -> Operation[dict[str, tuple[str, int]]]:
+    """Fail the jobs of these messages if they have been due for GRACE; by job, its decision and its attempts."""
+    claims = [
+        {"id": each.transaction.id, "message": each.receipt.id, "worker": each.receipt.worker}
+        | {"token": each.receipt.token}
+        for each in deliveries
+    ]
+    ((answer,),) = yield Text(statements.FAIL_UNSERVED, (json.dumps(claims), repr(GRACE), NO_ROUTE, message))
+    return {job_id: (decision, attempts) for job_id, decision, attempts in json.loads(answer or "[]")}
+
+
+@asynccontextmanager
+async def registered(dsn: str, kinds: Collection[str], *, lease: float, task: str) -> AsyncIterator[None]:
+    """Register *kinds* and dead-letter jobs for unknown executors while the context lasts."""
+    lines = Lines(dsn, most=1)
+    try:
+        # A database without the table fails the start, not the first job.
+        await lines.run_async(register(kinds), within=_WITHIN)
+        registrar = _Registrar(lines, dsn, kinds, lease=lease, task=task)
+        await registrar.dead_letter_unserved()
+        renewing = asyncio.create_task(registrar.run(), name=f"{task}-registration")
+        try:
+            yield
+        finally:
+            renewing.cancel()
+            await asyncio.gather(renewing, return_exceptions=True)
+    finally:
+        await lines.close_async()
+
+
+class _Registrar:
+    """Belongs to one event loop."""
+
+    def __init__(self, lines: Lines, dsn: str, kinds: Collection[str], *, lease: float, task: str) -> None:
+        self._lines = lines
+        self._dsn = dsn
+        self._kinds = kinds
+        self._lease = lease
+        self._task = task
+        self._warned = float("-inf")
+
+    async def run(self) -> None:
+        """Renew the registration and look for jobs without an executor, for ever."""
+        while True:
+            await asyncio.sleep(RENEW)
+            try:
+                await self._lines.run_async(register(self._kinds), within=_WITHIN)
+                await self._settle_unserved()
+            except Exception as error:  # noqa: BLE001 - the boundary of a round: there is always a next one
+                self._warn(error)
+
+    async def dead_letter_unserved(self) -> None:
+        """Do one round at the start, so that a run that ends at an empty queue does one as well."""
+        try:
+            await self._settle_unserved()
+        except Exception as error:  # noqa: BLE001 - as above
+            self._warn(error)
+
+    async def _settle_unserved(self) -> None:
+        for kind in await self._lines.run_async(unserved(), within=_WITHIN):
+            known = await self._lines.run_async(executors(), within=_WITHIN)
+            message = describe_unknown(kind, [each.kind for each in known])
+            queue = JobQueue(kind, dsn=self._dsn, lease=self._lease)
+            try:
+                while await self._settle_batch(queue, message):
+                    pass
+            finally:
+                await queue.close_async()
+
+    async def _settle_batch(self, queue: JobQueue, message: str) -> bool:
+        """Settle what is ready; whether a further batch is worth a look."""
+        deliveries = await queue.fetch_transactions_async(_BATCH)
+        if not deliveries:
+            return False
+        decisions: dict[str, tuple[str, int]] = {}
+        try:
+            decisions = await self._lines.run_async(fail(deliveries, message), within=_WITHIN)
+        finally:
+            # A message without a decision goes back: its job is as it was, or the next look finds it failed.
+            settlings = [(each, _settlement(queue, each, decisions, message)) for each in deliveries]
+            await queue.settle_async(settlings)
+        failed = [job_id for job_id, (decision, _) in decisions.items() if decision == "failed"]
+        for job_id in failed:
+            observe.unknown_executor(queue.name, job_id, message)
+        return bool(failed)
+
+    def _warn(self, error: Exception) -> None:
+        now = time.monotonic()
+        if now >= self._warned + _WARN:
+            self._warned = now
+            observe.unregistered(self._task, error)
+
+
+def _settlement(queue: JobQueue, delivery: Delivery, decisions: dict[str, tuple[str, int]], message: str) -> Settlement:
+    decision, attempts = decisions.get(delivery.transaction.id, ("waiting", 0))
+    if decision == "failed":
+        blame = Blame(Category.SYSTEM, NO_ROUTE, message, final=True)
+        return letter(queue.name, delivery.transaction, Buried(blame, attempts))
+    return Ack() if decision == "over" else Release()
