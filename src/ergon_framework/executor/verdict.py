@@ -104,26 +104,19 @@ def clamped(seconds: float, longest: float) -> float:
 _CODES: Final = {Status.RETRY: "retry_requested", Status.TIMEOUT: "executor_timeout", Status.ERROR: "executor_error"}
 #: Error types that are codes themselves; any other is the name of what went wrong in a handler.
 _OWN: Final = frozenset({HARD_TIMEOUT, EXECUTOR_DIED, BAD_OUTCOME, *(kind.value for kind in ErrorType)})
-#: What of an executor's errors is never cured by trying again, and whose fault it is.
-_FINAL: Final = {
-    ErrorType.HANDLER_NOT_FOUND.value: Category.SYSTEM,
-    # As a payload that does not fit a task's own type.
-    ErrorType.INVALID_ARGUMENT.value: Category.BUSINESS,
-}
 
 
 def blamed(outcome: ExecutionOutcome) -> Blame:
     """Why *outcome* is no success, in the words of our own errors."""
     kind = outcome.error_type
-    final = outcome.status is Status.ERROR and kind in _FINAL
-    category = Category.TIMEOUT if outcome.status is Status.TIMEOUT else Category.SYSTEM
     return Blame(
-        category=_FINAL[kind] if final and kind is not None else category,
+        category=Category.TIMEOUT if outcome.status is Status.TIMEOUT else Category.SYSTEM,
         code=kind if kind in _OWN else _CODES[outcome.status],
         message=outcome.error_message or f"the executor reported {outcome.status.value}",
         error_type=kind,
         traceback=outcome.error_traceback,
-        final=final,
+        # The only fatal error type of the protocol, whatever the status.
+        final=kind == ErrorType.HANDLER_NOT_FOUND.value,
     )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 
 from ergon_framework.errors import Category
 from ergon_framework.executor import verdict
-from ergon_framework.executor.protocol import BadLine, ExecutionOutcome, Reason, Status
+from ergon_framework.executor.protocol import BadLine, ErrorType, ExecutionOutcome, Reason, Status
 from ergon_framework.executor.routing import NoRoute, Route, route
 from ergon_framework.executor.verdict import Again, Bury, Complete, judge
 from ergon_framework.task.mixins.policies import RetryPolicy
@@ -66,27 +68,36 @@ def test_only_a_retry_may_ask_for_a_delay(status):
     assert judged(status, retry_after_seconds=50).delay == 2.0
 
 
-@pytest.mark.spec("EXE-09")
-def test_a_handler_that_does_not_exist_is_buried_at_once():
-    got = judged(Status.ERROR, error_type="handler_not_found", error_message="no 'f'")
+@pytest.mark.spec("DX-34", "EXE-09")
+@pytest.mark.parametrize("status", [Status.ERROR, Status.RETRY, Status.TIMEOUT])
+def test_a_handler_that_does_not_exist_is_buried_at_once_whatever_the_status(status):
+    got = judged(status, error_type="handler_not_found", error_message="no 'f'")
     assert (got.fatal, got.blame.code, got.blame.message) == (True, "handler_not_found", "no 'f'")
 
 
-@pytest.mark.spec("EXE-09")
-def test_arguments_that_do_not_fit_are_the_callers_fault_and_final():
-    got = judged(Status.ERROR, error_type="invalid_argument", error_message="charge: total")
-    assert (got.fatal, got.blame.final, got.blame.code) == (True, True, "invalid_argument")
-    assert got.blame.category is Category.BUSINESS
-    # Only an error is one: what asks for a retry is tried again.
-    assert isinstance(judged(Status.RETRY, error_type="invalid_argument"), Again)
-
-
-@pytest.mark.spec("EXE-09")
+@pytest.mark.spec("DX-34", "EXE-09")
+@pytest.mark.parametrize("status", [Status.ERROR, Status.RETRY, Status.TIMEOUT])
 @pytest.mark.parametrize(
-    "kind", ["killed", "ValueError", "bad_request", "unsupported_version", "HANDLER_NOT_FOUND", None]
+    "kind",
+    [
+        *sorted(kind.value for kind in ErrorType if kind is not ErrorType.HANDLER_NOT_FOUND),
+        *("killed", "ValueError", "HANDLER_NOT_FOUND", None),
+    ],
 )
-def test_no_other_error_is_fatal(kind):
-    assert isinstance(judged(Status.ERROR, error_type=kind), Again)
+def test_no_other_error_is_fatal(status, kind):
+    got = judged(status, error_type=kind)
+    assert (type(got), got.blame.final) == (Again, False)
+    assert got.blame.category is (Category.TIMEOUT if status is Status.TIMEOUT else Category.SYSTEM)
+    assert isinstance(judged(status, error_type=kind, attempt_number=3), Bury)
+
+
+@pytest.mark.spec("DX-34")
+def test_the_table_of_the_specification_names_one_fatal_error_type():
+    text = (Path(__file__).parents[3] / "docs" / "spec" / "executor.md").read_text(encoding="utf-8")
+    table = text.split("## What the orchestrator does")[1]
+    fatal = [line for line in table.splitlines() if line.startswith("|") and line.count("| dead letter") == 2]
+    assert [re.findall("`([a-z_]+)`", line)[-1] for line in fatal] == ["handler_not_found"]
+    assert "invalid_argument" not in table
 
 
 @pytest.mark.spec("EXE-07")
