@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
+
 from ergon_framework.executor.job import current_job
 from ergon_framework.executor.registry import Registry, Retry
 
@@ -34,6 +37,13 @@ def third_time_lucky() -> int:
     if attempt < 3:
         raise Retry("not yet", after=0.05)
     return attempt
+
+
+@registry.handler
+def wait_for_file(path: str) -> str:
+    while not Path(path).exists():
+        time.sleep(0.01)
+    return "found"
 
 
 @registry.handler

@@ -15,6 +15,7 @@ from ergon_framework.cli.app import app
 from ergon_framework.cli.job_work import JobExit
 from ergon_framework.connectors.base import DeadLetter
 from ergon_framework.errors import Category
+from ergon_framework.executor.jobs import attempts
 from ergon_framework.executor.jobs.client import JobClient
 from ergon_framework.executor.jobs.cron import Cron
 from ergon_framework.executor.verdict import Blame, Bury, Complete
@@ -173,7 +174,7 @@ def test_jobs_are_cancelled_and_killed(dsn, store):
     delivery = begun(store)
     assert "is running and cannot be cancelled" in run("cancel", running, code=JobExit.NOT).stderr
     assert run("kill", running).stdout == "running, and its kill is asked for\n"
-    store.finish(delivery, Complete(1))
+    store.finish(delivery, attempts.Kill())
     assert "was killed already" in run("kill", running, code=JobExit.NOT).stderr
 
 

@@ -400,17 +400,29 @@ def test_once_begun_it_is_not_cancelled_and_its_outcome_is_applied(client, store
     assert (client.show(job_id).state, client.show(job_id).result) == (JobState.SUCCEEDED, "done")
 
 
-@pytest.mark.parametrize("verdict", [Complete(1), Again(5.0, BLAME), Bury(BLAME), attempts.GiveBack()])
-def test_a_kill_that_was_asked_for_is_the_outcome_whatever_came_out(client, store, verdict):
+@pytest.mark.spec("DX-37", "EXE-12")
+@pytest.mark.parametrize(
+    "verdict, state, code",
+    [
+        (Complete(1), JobState.SUCCEEDED, None),
+        (Bury(BLAME), JobState.FAILED, BLAME.code),
+        # A further attempt is not made.
+        (Again(5.0, BLAME), JobState.KILLED, BLAME.code),
+        (attempts.GiveBack(), JobState.KILLED, "killed"),
+        (attempts.Kill(), JobState.KILLED, "killed"),
+    ],
+)
+def test_an_outcome_is_applied_also_if_a_kill_was_asked_for(client, store, verdict, state, code):
     job_id = client.submit("echo", 1).id
     [delivery] = store.fetched()
     store.start(delivery)
     assert client.kill(job_id) is JobState.RUNNING
     assert client.show(job_id).kill_asked
-    assert store.finish(delivery, verdict) is JobState.KILLED
+    assert store.finish(delivery, verdict) is state
     job = client.show(job_id)
-    assert (job.state, job.error.code, job.result) == (JobState.KILLED, "killed", None)
-    assert client.kill(job_id) is JobState.KILLED
+    assert (job.state, job.error and job.error.code) == (state, code)
+    assert job.result == (1 if state is JobState.SUCCEEDED else None)
+    assert client.kill(job_id) is state
 
 
 # -- to look --------------------------------------------------------------------------------------

@@ -320,6 +320,27 @@ def test_a_running_job_is_killed_when_somebody_asks_and_never_tried_again(dsn, c
     assert [record.transaction_id for record in caplog.records if record.message == "job killed"] == [job.id]
 
 
+@pytest.mark.spec("DX-37", "EXE-12")
+@pytest.mark.parametrize("look", ["before the look for kills", "after it"])
+def test_a_job_that_succeeds_although_its_kill_is_asked_for_has_succeeded(dsn, tmp_path, caplog, look):
+    done = tmp_path / "done"
+
+    async def test(client, _):
+        got = await client.submit("wait_for_file", str(done))
+        await until(_is_running, client, got.id)
+        assert await client.kill(got.id) is JobState.RUNNING
+        if look == "after it":
+            await until(lambda: "job killed" in caplog.messages)
+        done.touch()
+        return await client.wait(got.id, timeout=30)
+
+    with caplog.at_level(logging.INFO, logger="ergon_framework"):
+        # The executor has time to answer after SIGTERM.
+        job = run(dsn, test, command=RUNTIME, grace=20.0)
+    assert (job.state, job.result, job.attempts, job.error) == ("succeeded", "found", 1, None)
+    assert drained(dsn)
+
+
 @pytest.mark.spec("EXE-12")
 def test_a_cancelled_job_never_runs_and_leaves_no_message(dsn):
     async def test(client, _):

@@ -23,7 +23,7 @@ from ergon_framework.errors import ErgonError
 from ergon_framework.executor import verdict
 from ergon_framework.executor.guard import Guard
 from ergon_framework.executor.lines import Overlong, Reason, Splitter
-from ergon_framework.executor.protocol import BadLine, ExecutionOutcome, read_outcome
+from ergon_framework.executor.protocol import BadLine, ExecutionOutcome, Status, read_outcome
 from ergon_framework.executor.start import LastLines
 from ergon_framework.policy import Policy
 from ergon_framework.telemetry import logs
@@ -279,12 +279,17 @@ class ExecutorProcess:
         flight = None if job_id is None else self._flights.get(job_id)
         if flight is None or job_id is None:
             self._stray("malformed" if isinstance(found, BadLine) else "unknown", line)
-        elif job_id in self._verdicts:
+        elif job_id in self._verdicts and not self._may_land(job_id, found):
             self._stray("late", line)
         else:
             outcome = verdict.unreadable(job_id, found) if isinstance(found, BadLine) else found
             self.answered += 1
             self._landed(job_id, outcome)
+
+    def _may_land(self, job_id: str, found: ExecutionOutcome | BadLine) -> bool:
+        """Whether a job that is to be killed has succeeded before its process was gone."""
+        succeeded = isinstance(found, ExecutionOutcome) and found.status is Status.SUCCESS
+        return succeeded and self._verdicts[job_id].error_type == verdict.KILLED
 
     def _stray(self, kind: str, line: bytes | Overlong) -> None:
         self.counts[kind] += 1

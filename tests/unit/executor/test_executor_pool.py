@@ -295,6 +295,19 @@ def test_a_job_that_takes_too_long_is_killed_in_time_and_disturbs_nobody(handler
     assert (beside.status, after.result) == (Status.SUCCESS, 1)
 
 
+@pytest.mark.spec("DX-37", "EXE-12")
+def test_a_job_that_is_to_be_killed_and_succeeds_before_its_executor_is_gone_has_succeeded():
+    async def body(pool):
+        job = asyncio.create_task(pool.run("sleep", [0.2], job_id="a", timeout=10))
+        await asyncio.sleep(0)
+        await until(lambda: pool.kill("a"))
+        return await job, await pool.run("echo", [1], job_id="next", timeout=10)
+
+    # It ignores SIGTERM.
+    got, after = pooled(body, *STUBBORN, grace=1.0)
+    assert (got.status, after.result) == (Status.SUCCESS, 1)
+
+
 @pytest.mark.spec("EXE-18")
 def test_the_whole_group_is_killed():
     async def body(pool):

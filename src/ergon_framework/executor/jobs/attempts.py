@@ -6,13 +6,13 @@ import json
 from collections.abc import Sequence
 from enum import StrEnum
 from operator import attrgetter
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from ergon_framework.connectors.postgres.receipt import Receipt
 from ergon_framework.errors import Category
 from ergon_framework.executor.jobs import statements
 from ergon_framework.executor.jobs.model import JobState
-from ergon_framework.executor.verdict import Again, Blame, Bury, Complete
+from ergon_framework.executor.verdict import KILLED, Again, Blame, Bury, Complete
 from ergon_framework.schema.operation import Operation, Query, Text
 
 #: What is said of a job whose orchestrators have died until it had no attempt left.
@@ -75,11 +75,20 @@ class GiveBack(NamedTuple):
     code: str = "given_back"
 
 
+class Kill(NamedTuple):
+    """The executor was ended because a kill was asked for, and no outcome had arrived."""
+
+    message: str = _KILLED_WORDS
+
+
+Conclusion: TypeAlias = Complete | Again | Bury | GiveBack | Kill
+
+
 class End(NamedTuple):
     """How an attempt ended, to be written by the claim that it began with."""
 
     claim: Claim
-    verdict: Complete | Again | Bury | GiveBack
+    verdict: Conclusion
 
 
 _GONE: Final = Started(Decision.STALE)
@@ -136,6 +145,8 @@ def _written(end: End) -> dict[str, Any]:
         return told | {"state": "succeeded", "result": _WRITER.encode(verdict.result)}
     if isinstance(verdict, GiveBack):
         return told | {"state": "pending", "delay": verdict.delay, "uncounted": 1}
+    if isinstance(verdict, Kill):
+        return told | {"state": "killed", "category": "BUSINESS", "code": KILLED, "words": verdict.message}
     blame = verdict.blame
     told |= {"category": blame.category.value, "code": _fit(blame.code), "type": _fit(blame.error_type)}
     told |= {"words": _fit(blame.message), "traceback": _fit(blame.traceback)}

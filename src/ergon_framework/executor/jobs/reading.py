@@ -90,7 +90,7 @@ def cancel(job_id: str) -> Operation[bool]:
 def kill(job_id: str) -> Operation[JobState]:
     """Cancel the job if it waits, have it killed if it runs; where it is now.
 
-    One that runs is killed by its orchestrator within a second or so; the kill is then its outcome.
+    One that runs is killed by its orchestrator within a second or so. An outcome that arrives before is applied.
     """
     found = yield Query(statements.KILL, {"id": job_id})
     if found:

@@ -86,7 +86,8 @@ from mine m left join judged d on d.id = m.id left join changed c on c.id = m.id
 """
 
 #: Fenced by the claim that the attempt began with. Whoever finds it ended by that very claim has asked before, and was
-#: not told. A kill that was asked for is the outcome, whatever came out. One row for each that was this claim's.
+#: not told. An outcome is applied also if a kill was asked for, but no further attempt is made then. One row for each
+#: that was this claim's.
 FINISH: Final = """
 with given as materialized (
     select * from json_to_recordset($1::json) as g(
@@ -95,7 +96,7 @@ with given as materialized (
     )
 ),
 mine as materialized (
-    select g.*, j.state as was, case when j.kill_asked then 'killed' else g.state end as becomes
+    select g.*, j.state as was, case when j.kill_asked and g.state = 'pending' then 'killed' else g.state end as becomes
     from given g join ergon.job j on j.id = g.id
     where j.worker = g.worker and j.token = g.token order by j.id for no key update of j
 ),
@@ -107,15 +108,15 @@ done as (
         ended_at = case m.becomes when 'pending' then null else now() end,
         expires_at = case m.becomes when 'pending' then null else now() + j.retention * interval '1 second' end,
         result = case m.becomes when 'succeeded' then m.result end,
-        category = case when m.becomes = 'killed' then 'BUSINESS' when m.uncounted > 0 then j.category
-            else m.category end,
-        error_code = case when m.becomes = 'killed' then 'killed' when m.uncounted > 0 then j.error_code
-            else m.code end,
-        error_type = case when m.becomes = 'killed' then null when m.uncounted > 0 then j.error_type else m.type end,
-        error_message = case when m.becomes = 'killed' then $2::text when m.uncounted > 0 then j.error_message
-            else m.words end,
-        error_traceback = case when m.becomes = 'killed' then null when m.uncounted > 0 then j.error_traceback
-            else m.traceback end
+        category = case when m.uncounted = 0 then m.category when m.becomes = 'killed' then 'BUSINESS'
+            else j.category end,
+        error_code = case when m.uncounted = 0 then m.code when m.becomes = 'killed' then 'killed'
+            else j.error_code end,
+        error_type = case when m.uncounted = 0 then m.type when m.becomes <> 'killed' then j.error_type end,
+        error_message = case when m.uncounted = 0 then m.words when m.becomes = 'killed' then $2::text
+            else j.error_message end,
+        error_traceback = case when m.uncounted = 0 then m.traceback
+            when m.becomes <> 'killed' then j.error_traceback end
     from mine m where j.id = m.id and m.was = 'running'
     returning j.id, j.state
 )

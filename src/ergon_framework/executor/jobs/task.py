@@ -19,7 +19,7 @@ from ergon_framework.engine.drivers.aio import Asyncio
 from ergon_framework.errors import Category, ConfigurationError, ErgonError
 from ergon_framework.executor.guard import Guard
 from ergon_framework.executor.jobs import attempts, observe
-from ergon_framework.executor.jobs.attempts import Claim, Decision, End, GiveBack, Started
+from ergon_framework.executor.jobs.attempts import Claim, Conclusion, Decision, End, GiveBack, Kill, Started
 from ergon_framework.executor.jobs.burial import Buried, acked, later, letter
 from ergon_framework.executor.jobs.desk import Desk
 from ergon_framework.executor.jobs.model import JobState
@@ -28,9 +28,10 @@ from ergon_framework.executor.jobs.queue import Held, JobQueue, Room
 from ergon_framework.executor.jobs.rules import MOST_AHEAD, engine_rules, with_attempts
 from ergon_framework.executor.pool import NOBODY, ExecutorPool, PoolClosed, PoolPolicy, Reservation
 from ergon_framework.executor.process import Command
+from ergon_framework.executor.protocol import ExecutionOutcome
 from ergon_framework.executor.routing import NoRoute, route
 from ergon_framework.executor.start import ExecutorNotStarted
-from ergon_framework.executor.verdict import Again, Blame, Bury, Complete, judge
+from ergon_framework.executor.verdict import KILLED, Again, Blame, Bury, judge
 from ergon_framework.failure import describe
 from ergon_framework.schema.lines import Lines
 from ergon_framework.task.base import AsyncTask
@@ -219,9 +220,7 @@ class JobTask(AsyncConsumerMixin, AsyncTask):
         most = places + math.ceil(places * min(MOST_AHEAD, AHEAD / max(self._usual, 1e-6)))
         return Room(most - self._inside, most // 4)
 
-    async def _judged(
-        self, pool: ExecutorPool, desk: Desk, transaction: Transaction, *, claim: Claim
-    ) -> Complete | Again | Bury | GiveBack:
+    async def _judged(self, pool: ExecutorPool, desk: Desk, transaction: Transaction, *, claim: Claim) -> Conclusion:
         attempt = await self._start(desk, claim) if self._usual < BRISK else None
         place = pool.reserve_now() or await self._place(pool)
         if place is None:
@@ -252,7 +251,7 @@ class JobTask(AsyncConsumerMixin, AsyncTask):
 
     async def _run(
         self, pool: ExecutorPool, transaction: Transaction, attempt: _Attempt, *, place: Reservation
-    ) -> Complete | Again | Bury | GiveBack:
+    ) -> Conclusion:
         """What becomes of an attempt that has begun: whatever happens here is an end of it."""
         started, body = attempt.started, transaction.payload.body
         try:
@@ -261,7 +260,7 @@ class JobTask(AsyncConsumerMixin, AsyncTask):
             if isinstance(found, NoRoute):
                 return Bury(Blame(Category.SYSTEM, found.code, found.message, final=True), fatal=True)
             if attempt.kill:
-                return Bury(Blame(Category.BUSINESS, "killed", "killed before it was sent", final=True), fatal=True)
+                return Kill("killed before it was sent")
             began = time.monotonic()
             outcome = await pool.run(
                 found.handler,
@@ -276,8 +275,7 @@ class JobTask(AsyncConsumerMixin, AsyncTask):
                 place=place,
             )
             self._usual += _WEIGHT * (time.monotonic() - began - self._usual)
-            rules = with_attempts(self._retry, started.max_attempts)
-            return judge(outcome, attempt_number=started.attempt_number, policy=rules, dice=random.random)
+            return self._conclude(outcome, attempt)
         except ErgonError as error:
             if error.later and not error.final:
                 return GiveBack()
@@ -285,6 +283,14 @@ class JobTask(AsyncConsumerMixin, AsyncTask):
         except Exception as error:  # noqa: BLE001 - the boundary of an attempt: it is never left without an end
             told = Blame(Category.SYSTEM, "not_sent", describe(error), type(error).__name__, final=True)
             return Bury(told, fatal=True)
+
+    def _conclude(self, outcome: ExecutionOutcome, attempt: _Attempt) -> Conclusion:
+        """Decide what becomes of an attempt whose outcome has arrived."""
+        if attempt.kill and outcome.error_type == KILLED:
+            return Kill()
+        started = attempt.started
+        rules = with_attempts(self._retry, started.max_attempts)
+        return judge(outcome, attempt_number=started.attempt_number, policy=rules, dice=random.random)
 
     async def _start(self, desk: Desk, claim: Claim) -> _Attempt:
         """Begin the attempt; whatever else the row says about this message is raised."""
@@ -306,7 +312,7 @@ class JobTask(AsyncConsumerMixin, AsyncTask):
             raise Buried(Blame(Category.BUSINESS, "no_job", words, final=True), 0)
         raise self._stale(claim)
 
-    async def _ended(self, desk: Desk, claim: Claim, verdict: Complete | Again | Bury | GiveBack) -> None:
+    async def _ended(self, desk: Desk, claim: Claim, verdict: Conclusion) -> None:
         """Write the end, and have the message settled as the row says now."""
         attempt = self._begun.get(claim.job_id)
         end = End(claim, verdict)
