@@ -27,6 +27,7 @@ from ergon_framework.runner.queues import NamedQueue
 from ergon_framework.runner.settings import Settings
 from ergon_framework.schema import libraries
 from ergon_framework.task.base import AsyncTask, Task
+from ergon_framework.task.defaults import choose_policy
 from ergon_framework.task.mixins.consumer import AsyncConsumerMixin, ConsumerMixin
 from ergon_framework.task.mixins.policies import ConsumerPolicy
 from ergon_framework.task.worst import refuse_too_long
@@ -176,7 +177,7 @@ def _policy(task: Task | AsyncTask, found: Settings) -> Sequence[Finding]:
     consumes = isinstance(task, ConsumerMixin | AsyncConsumerMixin)
     if not consumes:
         return [Finding("policy", Weight.FINE, "it only produces; no broker waits for it", shared=False)]
-    policy = found.policy(task.name, task.policy if isinstance(task.policy, ConsumerPolicy) else ConsumerPolicy())
+    policy = found.policy(task.name, choose_policy(task, None, ConsumerPolicy))
     with _IMPORTS:
         can = task.connector.capabilities
     try:

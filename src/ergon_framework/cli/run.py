@@ -33,6 +33,7 @@ from ergon_framework.runner.process import Ended, Process, Runnable
 from ergon_framework.runner.settings import Settings, settings
 from ergon_framework.runner.stages import Stage
 from ergon_framework.runner.supervisor import Supervisor
+from ergon_framework.task.defaults import choose_policy
 from ergon_framework.task.mixins.policies import ConsumerPolicy
 from ergon_framework.telemetry.names import LIBRARY, Event, Field
 from ergon_framework.telemetry.sums import Sums
@@ -103,7 +104,7 @@ def load(options: Options, found: Settings) -> tuple[Runnable, ConsumerPolicy]:
         # A queue that nobody can find is a mistake of the settings, told before anything has begun.
         _ = task.connector.connector
     if options.policy is None:
-        own = task.policy if isinstance(task.policy, ConsumerPolicy) else ConsumerPolicy()
+        own = choose_policy(task, None, ConsumerPolicy)
         policy = found.policy(task.name, own)
     else:
         policy = load_policy(Path(options.policy))

@@ -23,6 +23,7 @@ from ergon_framework.providers.standing import Standing
 from ergon_framework.runner.exits import ExitCode
 from ergon_framework.runner.loading import load_connector, load_task, search_here
 from ergon_framework.runner.settings import Settings, settings
+from ergon_framework.task.defaults import choose_policy
 from ergon_framework.task.mixins.policies import ConsumerPolicy
 
 
@@ -188,7 +189,7 @@ def _account(history: History, providers: Sequence[Involved], names: Mapping[str
 def _rules(name: str, found: Settings) -> dict[str, Value]:
     """The values of a task's policy by which transactions are tried again and given up, as they are now."""
     task = load_task(name)
-    policy = found.policy(task.name, task.policy if isinstance(task.policy, ConsumerPolicy) else ConsumerPolicy())
+    policy = found.policy(task.name, choose_policy(task, None, ConsumerPolicy))
     retry = policy.steps.process.retry.model_dump(include=set(_SHOWN))
     rules = {f"policy.process.retry.{key}": retry[key] for key in _SHOWN if retry[key] is not None}
     return {**rules, "policy.loop.max_deliveries": policy.loop.max_deliveries}

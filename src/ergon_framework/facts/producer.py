@@ -6,13 +6,11 @@ fact is that of its transaction, so that every attempt and every run appends the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Final
 
 from ergon_framework import scope
-from ergon_framework.engine.drivers.aio import Asyncio
 from ergon_framework.engine.drivers.caller import AsyncCaller, Caller
-from ergon_framework.engine.drivers.threads import Threads
 from ergon_framework.engine.senses import Senses
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.facts.connector import AsyncFactConnector, FactConnector
@@ -22,9 +20,7 @@ from ergon_framework.facts.model import Envelope, FactConfirmation, Pair
 from ergon_framework.facts.policy import AppendRetry, FactProducerPolicy
 from ergon_framework.facts.publish import Means, Publication, publish
 from ergon_framework.task.base import AsyncTask, Task
-from ergon_framework.task.mixins.policies import ProducerPolicy
 from ergon_framework.task.mixins.producer import AsyncProducerMixin, ProducerMixin
-from ergon_framework.task.report import ProduceReport
 from ergon_framework.transaction import Transaction
 
 _ONCE: Final = AppendRetry.times(0)
@@ -99,16 +95,6 @@ class FactProducer(_FactProducer, ProducerMixin, Task):
         publication = self._publication(transaction, connector.pair, senses)
         return _caller.perform(publish(publication, means, retry=_ONCE, senses=senses, outer=scope.current()))
 
-    def produce_transactions(
-        self,
-        transactions: Sequence[Transaction],
-        policy: ProducerPolicy | None = None,
-        *,
-        driver: Callable[[int], Threads] = Threads,
-    ) -> ProduceReport:
-        """Append them all; one outcome each, in input order."""
-        return super().produce_transactions(transactions, policy or self.policy, driver=driver)
-
 
 class AsyncFactProducer(_FactProducer, AsyncProducerMixin, AsyncTask):
     """Appends facts from asyncio; in every other respect the same."""
@@ -123,13 +109,3 @@ class AsyncFactProducer(_FactProducer, AsyncProducerMixin, AsyncTask):
         return await _async_caller.perform(
             publish(publication, means, retry=_ONCE, senses=senses, outer=scope.current())
         )
-
-    async def produce_transactions(
-        self,
-        transactions: Sequence[Transaction],
-        policy: ProducerPolicy | None = None,
-        *,
-        driver: Callable[[], Asyncio] = Asyncio,
-    ) -> ProduceReport:
-        """See FactProducer."""
-        return await super().produce_transactions(transactions, policy or self.policy, driver=driver)

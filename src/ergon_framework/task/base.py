@@ -10,6 +10,7 @@ from typing import Any
 from ergon_framework.connectors.base import AsyncConnector, Connector
 from ergon_framework.connectors.bridge import as_async, as_sync
 from ergon_framework.errors import ConfigurationError
+from ergon_framework.task.defaults import kinds_of, wrong_policy
 from ergon_framework.task.gates import Gate
 from ergon_framework.task.mixins.policies import ConsumerPolicy, ProducerPolicy
 from ergon_framework.task.report import Report
@@ -71,11 +72,9 @@ class _Base:
             raise ConfigurationError(f"{self.name} was given a {type(self.connector).__name__} as its connector")
         if policy is not None:
             self.policy = policy
-        if self.policy is not None and not isinstance(self.policy, ConsumerPolicy | ProducerPolicy):
-            given = type(self.policy).__name__
-            raise ConfigurationError(
-                f"{self.name} was given a {given} as its policy; make one of a mapping: ConsumerPolicy.load(...)"
-            )
+        kinds = tuple(kinds_of(self) or (ConsumerPolicy, ProducerPolicy))
+        if self.policy is not None and not isinstance(self.policy, kinds):
+            raise wrong_policy(self, self.policy, *kinds)
         if gates is not None:
             self.gates = gates
         self.services = Services(services, owner=self.name)
@@ -115,7 +114,7 @@ class Task(_Base):
         """Consume within the lifespan, under *policy* or the task's own."""
         task: Any = self
         with self.opened():
-            report: Report = task.consume_transactions(policy or self.policy, gates=self.gates)
+            report: Report = task.consume_transactions(policy)
             return report
 
 
@@ -144,7 +143,7 @@ class AsyncTask(_Base):
         """Consume within the lifespan, under *policy* or the task's own."""
         task: Any = self
         async with self.opened():
-            report: Report = await task.consume_transactions(policy or self.policy, gates=self.gates)
+            report: Report = await task.consume_transactions(policy)
             return report
 
 

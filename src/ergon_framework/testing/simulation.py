@@ -21,6 +21,7 @@ from ergon_framework.engine.senses import Senses
 from ergon_framework.engine.slots import Mailbox, Slot, Slots
 from ergon_framework.errors import ErgonError
 from ergon_framework.task.consume import Broker, Consumption, Lost
+from ergon_framework.task.defaults import choose_policy
 from ergon_framework.task.gates import Gate
 from ergon_framework.task.loops import loops_of
 from ergon_framework.task.mixins.policies import ConsumerPolicy, ProducerPolicy
@@ -81,11 +82,11 @@ class Simulation(Slots):
         task: Any,
         policy: ConsumerPolicy | None = None,
         *,
-        gates: Sequence[Gate] = (),
+        gates: Sequence[Gate] | None = None,
         on_outcome: Callable[[Outcome], None] | None = None,
     ) -> Report:
         """What ``task.consume_transactions`` does, of either variant, in this simulation."""
-        policy = policy or ConsumerPolicy()
+        policy = choose_policy(task, policy, ConsumerPolicy)
         consumption: Consumption = task._consume_transactions(  # noqa: SLF001 - the documents' name of it
             policy, self, _broker(task.connector, policy), gates=gates, on_outcome=on_outcome
         )
@@ -101,7 +102,8 @@ class Simulation(Slots):
         self, task: Any, transactions: Sequence[Transaction], policy: ProducerPolicy | None = None
     ) -> ProduceReport:
         """What ``task.produce_transactions`` does, of either variant, in this simulation."""
-        production = task._produce_transactions(transactions, policy or ProducerPolicy(), self)  # noqa: SLF001 - as above
+        policy = choose_policy(task, policy, ProducerPolicy)
+        production = task._produce_transactions(transactions, policy, self)  # noqa: SLF001 - as above
         with loops_of(task).entered(production, self.stop):
             report: ProduceReport = self.run(production.run())
             return report

@@ -19,6 +19,7 @@ from ergon_framework.providers.base import AsyncProviderBase, ProviderBase
 from ergon_framework.providers.memory import MemoryBooks
 from ergon_framework.runner.queues import NamedQueue
 from ergon_framework.task.base import Services
+from ergon_framework.task.defaults import choose_policy
 from ergon_framework.task.exceptions import FetchException, LoopStalled, LoopTimeout
 from ergon_framework.task.mixins.consumer import AsyncConsumerMixin, ConsumerMixin
 from ergon_framework.task.mixins.policies import ConsumerPolicy
@@ -238,9 +239,7 @@ class Trial:
         task = self._task
         try:
             with self._opened_sync():
-                return simulation.consume(
-                    task, self._rules(), gates=getattr(task, "gates", ()), on_outcome=self._result.outcomes.append
-                )
+                return simulation.consume(task, self._rules(), on_outcome=self._result.outcomes.append)
         finally:
             self._leave(simulation.clock())
 
@@ -267,7 +266,6 @@ class Trial:
         async with self._opened_async():
             report: Report = await task.consume_transactions(
                 self._rules(),
-                gates=getattr(task, "gates", ()),
                 on_outcome=self._result.outcomes.append,
                 driver=lambda: Asyncio(loop.senses),
             )
@@ -278,8 +276,7 @@ class Trial:
         self._scene.clock, self._scene.pass_by = (lambda: self._now), _refuse_to_block
 
     def _rules(self) -> ConsumerPolicy:
-        own = self._task.policy if isinstance(getattr(self._task, "policy", None), ConsumerPolicy) else None
-        policy = self._policy or own or ConsumerPolicy()
+        policy = choose_policy(self._task, self._policy, ConsumerPolicy)
         # A loop that goes on when the queue is empty would go on for ever: no time passes in between.
         return policy.model_copy(update={"loop": policy.loop.model_copy(update={"streaming": False})})
 

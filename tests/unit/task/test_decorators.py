@@ -383,7 +383,7 @@ def test_a_producer_that_returns_nothing_has_produced_nothing(flavour: str) -> N
 
 @pytest.mark.parametrize("policy", [{"loop": {}}, 5])
 def test_a_policy_is_a_policy(policy: Any) -> None:
-    with pytest.raises(ConfigurationError, match=r"as its policy; make one of a mapping"):
+    with pytest.raises(ConfigurationError, match=r"pass a ConsumerPolicy, built from a mapping"):
         consumer(orders(), policy=policy)(lambda order: None)
 
 

@@ -114,7 +114,7 @@ class Orchestrator(AsyncConsumerMixin, AsyncTask):
         self,
         policy: ConsumerPolicy | None = None,
         *,
-        gates: Sequence[Gate] = (),
+        gates: Sequence[Gate] | None = None,
         on_outcome: OnOutcome | None = None,
         driver: Callable[[], Asyncio] = Asyncio,
     ) -> Report:

@@ -35,6 +35,7 @@ from ergon_framework.executor.verdict import KILLED, Again, Blame, Bury, judge
 from ergon_framework.failure import describe
 from ergon_framework.schema.lines import Lines
 from ergon_framework.task.base import AsyncTask
+from ergon_framework.task.defaults import choose_policy
 from ergon_framework.task.exceptions import TransactionException
 from ergon_framework.task.gates import Gate
 from ergon_framework.task.mixins.consumer import AsyncConsumerMixin, OnOutcome
@@ -146,15 +147,14 @@ class JobTask(AsyncConsumerMixin, AsyncTask):
         self,
         policy: ConsumerPolicy | None = None,
         *,
-        gates: Sequence[Gate] = (),
+        gates: Sequence[Gate] | None = None,
         on_outcome: OnOutcome | None = None,
         driver: Callable[[], Asyncio] = Asyncio,
     ) -> Report:
         """Consume until the policy says that it is enough; its process step is carried out by the store."""
         if self._lines is None or self._pool is None:
             raise ConfigurationError(f"the executors of {self.name} are not open; use run(), or opened()")
-        own = self.policy if isinstance(self.policy, ConsumerPolicy) else ConsumerPolicy()
-        policy = policy or own
+        policy = choose_policy(self, policy, ConsumerPolicy)
         retry = self._retry = policy.steps.process.retry
         self._settle = policy.steps.settle
         self._desk = Desk(

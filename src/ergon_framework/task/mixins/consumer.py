@@ -16,6 +16,7 @@ from ergon_framework.engine.effects import Script
 from ergon_framework.engine.senses import Senses
 from ergon_framework.engine.slots import Slots
 from ergon_framework.task.consume import Broker, Consumption
+from ergon_framework.task.defaults import choose_gates, choose_policy
 from ergon_framework.task.exceptions import TransactionException
 from ergon_framework.task.functions import refuse_async
 from ergon_framework.task.gates import Gate
@@ -58,7 +59,7 @@ class _Consumer:
         driver: Slots,
         broker: Broker,
         *,
-        gates: Sequence[Gate] = (),
+        gates: Sequence[Gate] | None = None,
         on_outcome: OnOutcome | None = None,
     ) -> Consumption:
         """One run of the loop, ready to be driven."""
@@ -70,7 +71,7 @@ class _Consumer:
             name=name,
             mailbox=driver.mailbox,
             fenced=driver.came_late,
-            gates=tuple(gates),
+            gates=choose_gates(self, gates),
             watch=observing(self, policy, fenced=driver.came_late),
             on_outcome=None if on_outcome is None else safely(on_outcome),
         )
@@ -138,12 +139,12 @@ class ConsumerMixin(_Consumer, ABC):
         self,
         policy: ConsumerPolicy | None = None,
         *,
-        gates: Sequence[Gate] = (),
+        gates: Sequence[Gate] | None = None,
         on_outcome: OnOutcome | None = None,
         driver: Callable[[int], Threads] = Threads,
     ) -> Report:
         """Consume until the policy says that it is enough; blocks, and drains when it is stopped."""
-        policy = policy or ConsumerPolicy()
+        policy = choose_policy(self, policy, ConsumerPolicy)
         refuse_async(self.process_transaction, self.handle_transaction_success, self.handle_transaction_exception)
         connector = as_sync(self.connector)
         refuse_too_long(policy, connector.capabilities, queue=connector.name)
@@ -180,12 +181,12 @@ class AsyncConsumerMixin(_Consumer, ABC):
         self,
         policy: ConsumerPolicy | None = None,
         *,
-        gates: Sequence[Gate] = (),
+        gates: Sequence[Gate] | None = None,
         on_outcome: OnOutcome | None = None,
         driver: Callable[[], Asyncio] = Asyncio,
     ) -> Report:
         """Consume until the policy says that it is enough; cancelling it is a stop."""
-        policy = policy or ConsumerPolicy()
+        policy = choose_policy(self, policy, ConsumerPolicy)
         connector = as_async(self.connector)
         refuse_too_long(policy, connector.capabilities, queue=connector.name)
         tasks = driver()

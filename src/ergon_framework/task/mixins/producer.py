@@ -14,6 +14,7 @@ from ergon_framework.engine.drivers.threads import Threads
 from ergon_framework.engine.effects import Script
 from ergon_framework.engine.senses import Senses
 from ergon_framework.engine.slots import Slots
+from ergon_framework.task.defaults import choose_policy
 from ergon_framework.task.exceptions import TransactionException
 from ergon_framework.task.functions import refuse_async
 from ergon_framework.task.lifecycle import Course, classify, classify_handler, expired, lifecycle
@@ -103,7 +104,7 @@ class ProducerMixin(_Producer):
         driver: Callable[[int], Threads] = Threads,
     ) -> ProduceReport:
         """Produce them all; one outcome each, in input order."""
-        policy = policy or ProducerPolicy()
+        policy = choose_policy(self, policy, ProducerPolicy)
         refuse_async(self.produce_transaction, self.handle_produce_success, self.handle_produce_exception)
         threads = driver(policy.loop.concurrency.value)
         production = self._produce_transactions(transactions, policy, threads)
@@ -131,7 +132,7 @@ class AsyncProducerMixin(_Producer):
         driver: Callable[[], Asyncio] = Asyncio,
     ) -> ProduceReport:
         """Produce them all; one outcome each, in input order. Cancelling it is a stop."""
-        policy = policy or ProducerPolicy()
+        policy = choose_policy(self, policy, ProducerPolicy)
         tasks = driver()
         production = self._produce_transactions(transactions, policy, tasks)
         with loops_of(self).entered(production, tasks.stop):
