@@ -76,13 +76,14 @@ def told(name: str, ended: Ended) -> dict[str, Any]:
             "settled": report.settled,
             "abandoned": report.abandoned,
             "fenced": report.fenced,
+            "released_started": report.released_started,
             "failures": [_failure(outcome) for outcome in report.failures],
         }
     return line
 
 
 #: What is added up over processes, and what is added up by name.
-_SUMS = ("started", "fetches", "empty_fetches", "abandoned", "fenced")
+_SUMS = ("started", "fetches", "empty_fetches", "abandoned", "fenced", "released_started")
 _TALLIES = ("counts", "refused", "settled")
 #: How many failures of several processes are repeated.
 FAILURES = 100
@@ -115,6 +116,8 @@ def _rows_of_all(line: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "processes", f"{line['processes']}, replaced {line['restarts']}"
     yield from ((kind, str(count)) for kind, count in line["counts"].items() if count)
     yield from ((f"refused, {reason}", str(count)) for reason, count in line["refused"].items())
+    if line["released_started"]:
+        yield "released, started", str(line["released_started"])
     if line["abandoned"]:
         yield "still running", str(line["abandoned"])
     for failure in line["failures"]:
@@ -129,6 +132,8 @@ def _rows(ended: Ended) -> Iterator[tuple[str, str]]:
         return
     yield from ((kind.value, str(count)) for kind, count in report.counts.items() if count)
     yield from ((f"refused, {reason}", str(count)) for reason, count in report.refused.items())
+    if report.released_started:
+        yield "released, started", str(report.released_started)
     if report.abandoned:
         yield "still running", str(report.abandoned)
     yield from _failures(report)

@@ -403,6 +403,7 @@ class Consumption:
             if until == NEVER:
                 end, patience = ended, NEVER
                 until = self._no_more(end)
+        self._handling.ending = end
         yield from self._crew.dismiss(self.mailbox, self._hear)
         self._handling.give_up()
         return end, min(until, patience)

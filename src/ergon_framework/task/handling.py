@@ -9,7 +9,7 @@ from ergon_framework.connectors.base import DeadLetter, Delivery
 from ergon_framework.engine.effects import Script, afterwards, gone
 from ergon_framework.failure import Failure
 from ergon_framework.task.lifecycle import Course, lifecycle
-from ergon_framework.task.report import Kind, Outcome
+from ergon_framework.task.report import End, Kind, Outcome
 from ergon_framework.task.settle import Item, Settler, decide, failure_of, needs_absence
 from ergon_framework.task.watch import Onlooker
 
@@ -31,6 +31,8 @@ class Handling:
         self.lost: set[Any] = set()
         #: What may bring a transaction back while its body still runs, by receipt: somebody else must not begin yet.
         self.postponed: dict[Any, Item] = {}
+        #: Why the loop stops what runs; the reason of the outcomes that it releases.
+        self.ending = End.STOP
 
     def run(self, delivery: Delivery) -> Script[None]:
         """Take *delivery* through its lifecycle and have it settled."""
@@ -40,6 +42,9 @@ class Handling:
             outcome.kind, outcome.reason = Kind.RELEASED, "lost"
             self._settler.put(Item(delivery, None, outcome))
             return
+        stopped = outcome.kind is Kind.RELEASED
+        if stopped:
+            outcome.reason = self.ending.value
         settlement = decide(outcome, self._policy)
         if type(settlement) is DeadLetter and settlement.failure is None:
             settlement = DeadLetter(settlement.reason, self.failure_of(outcome, delivery, settlement.reason))
@@ -47,7 +52,7 @@ class Handling:
         item = Item(delivery, settlement, outcome)
         if body is None or body.left or not needs_absence(settlement):
             self._settler.put(item)
-        elif outcome.reason == "stop":
+        elif stopped:
             # It is asked to leave, but there is no time left to wait for it.
             has_left = yield from gone(body, self._senses.clock())
             self._settler.put(item if has_left is True else Item(delivery, None, outcome))

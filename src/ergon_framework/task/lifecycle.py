@@ -111,10 +111,12 @@ def lifecycle(course: Course, transaction: Transaction, watch: Watch | None = No
     outcome.attempts = carried + len(outcome.notes)
     if type(done) is Ok:
         outcome.attempts += 1
-        outcome.processed = True
+        outcome.started = outcome.processed = True
         outcome.result = done.value
         if not course.plain or (watch is not None and watch.recording):
             done = yield from _step(course, course.success, (transaction, done.value), outcome, limit, watch)
+    else:
+        outcome.started = bool(outcome.notes) or _was_called(done)
     if type(done) is Ok:
         outcome.kind = Kind.SUCCEEDED
         if done.value is not None or outcome.result is not None:
@@ -170,8 +172,13 @@ def _deferred(outcome: Outcome, deferred: Deferred) -> None:
     outcome.settlement = Later(deferred.delay, attempts=outcome.attempts, history=history(outcome))
 
 
+def _was_called(done: Ended) -> bool:
+    """Whether a step that left no note had called its body: a stop or the lifecycle's end can come before the call."""
+    return type(done) is Deferred or (type(done) is Stopped and done.body is not None)
+
+
 def _stopped(outcome: Outcome, stopped: Stopped, carried: int) -> None:
-    """Given back as it came: no attempt of this delivery counts."""
+    """Given back as it came: no attempt of this delivery counts. The loop replaces the reason by its own."""
     outcome.kind = Kind.RELEASED
     outcome.reason = "stop"
     outcome.attempts = carried

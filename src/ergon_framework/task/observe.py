@@ -222,6 +222,7 @@ class Observer(Onlooker):
             Field.ATTEMPTS: outcome.attempts,
             Field.REASON: outcome.reason,
             Field.STEP: outcome.notes[-1].step if outcome.notes else None,
+            Field.STARTED: outcome.started if outcome.kind is Kind.RELEASED else None,
             Field.STILL_RUNNING: outcome.still_running or None,
             Field.DELAY: settlement.delay if isinstance(settlement, Later) else None,
             Field.TRACE_ID: trace_id,

@@ -52,6 +52,8 @@ class Production:
             policy.loop.concurrency.value, patience=policy.loop.drain_timeout, clock=self._clock
         )
         self._started = 0
+        #: Why the call ends; the reason of the outcomes that it releases.
+        self._end = End.DONE
 
     @property
     def live(self) -> bool:
@@ -117,8 +119,11 @@ class Production:
     def _hear(self, events: list[Done | Freed]) -> Script[None]:
         for event in events:
             if isinstance(event, Done):
-                self._outcomes[_name(self._crew.flights[event.slot])] = event.value
-                self._watch.ended(event.value)
+                outcome: Outcome = event.value
+                if outcome.kind is Kind.RELEASED:
+                    outcome.reason = self._end.value
+                self._outcomes[_name(self._crew.flights[event.slot])] = outcome
+                self._watch.ended(outcome)
             self._crew.hear(event)
         yield from ()
 
@@ -135,6 +140,7 @@ class Production:
             if why is not None and until == NEVER:
                 end = why
                 until = self._clock() + self._loop.drain_timeout
+        self._end = end
         yield from self._crew.dismiss(self.mailbox, self._hear)
         return end
 
@@ -142,8 +148,11 @@ class Production:
         outcomes = [self._outcomes.get(_name(given)) or _never_started(given, end) for given in self._transactions]
         report = ProduceReport(outcomes, end=end, abandoned=len(self._crew.bodies), fenced=self._fenced())
         if end is End.TIMEOUT:
-            released = report.count(Kind.RELEASED)
-            raise LoopTimeout(f"the call's {self._loop.timeout} s are over; {released} were released", report)
+            raise LoopTimeout(
+                f"the call's {self._loop.timeout} s are over; {report.count(Kind.RELEASED)} were released, "
+                f"of which {report.released_started} had started",
+                report,
+            )
         if end is End.STALLED:
             raise LoopStalled(
                 f"all {self._crew.concurrency} slots are held by bodies that timed out and did not leave "

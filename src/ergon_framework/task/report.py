@@ -46,7 +46,9 @@ class Outcome:
 
     ``attempts`` counts the process attempts, those of earlier deliveries included. ``processed``
     says that process had succeeded, whatever came after. ``still_running`` says that a body which
-    timed out had not left. ``reason`` is a word for outcomes without an error of their own.
+    timed out had not left. ``reason`` is a word for outcomes without an error of their own. ``started``
+    says that process or produce was called; a released transaction that was not started is safe to send
+    again, one that was started may have had its effect.
     """
 
     __slots__ = (
@@ -61,6 +63,7 @@ class Outcome:
         "reason",
         "result",
         "settlement",
+        "started",
         "transaction",
     )
 
@@ -68,6 +71,7 @@ class Outcome:
         self.transaction = transaction
         self.kind = kind
         self.attempts = transaction.attempts
+        self.started = False
         self.processed = False
         self.result: Any = None
         self.error: ErgonError | None = None
@@ -115,6 +119,8 @@ class Report:
     abandoned: int = 0
     #: Bodies that came back after nobody waited for them any more.
     fenced: int = 0
+    #: How many of the released had been started: their effect may be there.
+    released_started: int = 0
     #: Why the loop does not fetch at the moment, if a gate holds it.
     paused: str | None = None
 
@@ -127,6 +133,8 @@ class Report:
         self.counts[outcome.kind] += 1
         if outcome.kind is Kind.FAILED or outcome.kind is Kind.HANDLER_FAILED:
             self.failures.append(outcome)
+        elif outcome.kind is Kind.RELEASED and outcome.started:
+            self.released_started += 1
 
 
 @dataclass(slots=True)
@@ -139,4 +147,10 @@ class ProduceReport:
     fenced: int = 0
 
     def count(self, kind: Kind) -> int:
+        """Count the outcomes of *kind*, one for each position of the input."""
         return sum(outcome.kind == kind for outcome in self.outcomes)
+
+    @property
+    def released_started(self) -> int:
+        """Count the released transactions whose call had begun: their effect may be there."""
+        return sum(outcome.kind is Kind.RELEASED and outcome.started for outcome in self.outcomes)

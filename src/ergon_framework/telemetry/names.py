@@ -521,6 +521,7 @@ class Field:
     REASON: Final = "reason"
     ATTEMPTS: Final = "attempts"
     STILL_RUNNING: Final = "still_running"
+    STARTED: Final = "started"
     ERROR: Final = "error"
     ERROR_TYPE: Final = "error_type"
     TRACE_ID: Final = "trace_id"

@@ -409,3 +409,34 @@ def test_the_history_is_the_last_ten_attempts_at_the_work_itself() -> None:
     assert made[:8] == past[1:]
     new = {"category": Category.BUSINESS, "code": "c", "error": "no"}
     assert made[8:] == (Attempt(attempt=0, at=0.0, **new), Attempt(attempt=2, at=2.0, delay=4.0, **new))
+
+
+# -- whether the work had begun ---------------------------------------------------------------------
+
+
+@pytest.mark.spec("DX-02")
+def test_a_stop_before_the_call_leaves_it_unstarted_and_one_during_the_call_does_not() -> None:
+    before = Run().on(Stopped()).outcome
+    assert (before.kind, before.started) == (Kind.RELEASED, False)
+    during = Run()
+    outcome = during.on(Stopped(during.effect)).outcome
+    assert (outcome.kind, outcome.started) == (Kind.RELEASED, True)
+
+
+@pytest.mark.spec("DX-02")
+def test_a_stop_between_two_attempts_leaves_it_started() -> None:
+    run = Run(max_attempts=2).on(Err(ValueError("down")))
+    assert isinstance(run.effect, Sleep)
+    assert run.on(Stopped()).outcome.started
+
+
+@pytest.mark.spec("DX-02")
+def test_a_deferred_transaction_was_called() -> None:
+    outcome = Run().on(Err(ErgonError("closed", later=True))).outcome
+    assert (outcome.kind, outcome.started) == (Kind.DEFERRED, True)
+
+
+@pytest.mark.spec("DX-02")
+def test_a_stop_during_a_handler_leaves_it_started() -> None:
+    assert Run().on(Ok(1)).on(Stopped()).outcome.started
+    assert Run().on(Err(ValueError("no"))).on(Stopped()).outcome.started

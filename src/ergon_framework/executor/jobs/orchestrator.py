@@ -150,7 +150,7 @@ def _summed(reports: Sequence[Report]) -> Report:
     """What all loops did together; it ended as the last of them did."""
     whole = Report(end=reports[-1].end)
     for report in reports:
-        for total in ("started", "fetches", "empty_fetches", "abandoned", "fenced"):
+        for total in ("started", "fetches", "empty_fetches", "abandoned", "fenced", "released_started"):
             setattr(whole, total, getattr(whole, total) + getattr(report, total))
         for part in ("counts", "refused", "settled"):
             into = getattr(whole, part)
