@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, Self
 
 from ergon_framework.connectors.base import AsyncConnector, Connector
 from ergon_framework.connectors.bridge import as_async, as_sync
@@ -84,6 +84,14 @@ class _Base:
         """What this task is called in spans, metrics, logs and dead letters."""
         return type(self).__name__
 
+    def _require_consumer(self) -> Self:
+        if ConsumerPolicy not in kinds_of(self):
+            raise ConfigurationError(
+                f"{self.name} cannot run: it does not consume; call produce_transactions(transactions) of a producer "
+                "within opened(), or have ergon run produce from JSON lines"
+            )
+        return self
+
     def _given(self, more: Mapping[str, Any] | None) -> Services:
         return Services({**self.services, **(more or {})}, owner=self.name)
 
@@ -112,7 +120,7 @@ class Task(_Base):
 
     def run(self, policy: ConsumerPolicy | None = None) -> Report:
         """Consume within the lifespan, under *policy* or the task's own."""
-        task: Any = self
+        task: Any = self._require_consumer()
         with self.opened():
             report: Report = task.consume_transactions(policy)
             return report
@@ -141,7 +149,7 @@ class AsyncTask(_Base):
 
     async def run(self, policy: ConsumerPolicy | None = None) -> Report:
         """Consume within the lifespan, under *policy* or the task's own."""
-        task: Any = self
+        task: Any = self._require_consumer()
         async with self.opened():
             report: Report = await task.consume_transactions(policy)
             return report

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 from ergon_framework.engine.effects import NEVER, Script, spawn, wait
 from ergon_framework.engine.outcome import Stopped
 from ergon_framework.engine.slots import Done, Freed, Mailbox
+from ergon_framework.errors import ConfigurationError
 from ergon_framework.task.crew import Crew
 from ergon_framework.task.exceptions import LoopStalled, LoopTimeout
 from ergon_framework.task.lifecycle import Course, lifecycle
@@ -18,6 +19,10 @@ from ergon_framework.transaction import Transaction
 
 if TYPE_CHECKING:
     from ergon_framework.task.mixins.policies import ProducerPolicy
+
+
+#: What makes two transactions with one id the same work.
+_CONTENT: Final = ("payload", "type", "schema_version", "key", "tenant")
 
 
 class Production:
@@ -41,8 +46,9 @@ class Production:
         self._fenced = fenced
         self._course = course
         self._clock = course.senses.clock
-        # A copy: the caller's list is his, whatever he does with it meanwhile.
-        self._transactions = tuple(transactions)
+        # A copy: the caller may change the list meanwhile.
+        self._transactions = _check(transactions)
+        self._distinct = _distinct(self._transactions)
         self._loop = policy.loop
         self._watch = watch or Onlooker()
         self.mailbox = mailbox()
@@ -78,13 +84,9 @@ class Production:
         return self._reported(end)
 
     def _batches(self) -> list[list[Transaction]]:
-        """The distinct transactions, in order, split; the same id twice runs once."""
-        first: dict[tuple[str, str], Transaction] = {}
-        for transaction in self._transactions:
-            first.setdefault(_name(transaction), transaction)
-        distinct = list(first.values())
+        """The distinct transactions, in order, split; the same transaction twice runs once."""
         size = self._loop.batch.size
-        return [distinct[start : start + size] for start in range(0, len(distinct), size)]
+        return [self._distinct[start : start + size] for start in range(0, len(self._distinct), size)]
 
     def _batch(self, waiting: deque[Transaction]) -> Script[End]:
         """Start as slots become free; end when all of the batch have ended."""
@@ -160,6 +162,44 @@ class Production:
                 report,
             )
         return report
+
+
+def _check(transactions: Sequence[Transaction]) -> tuple[Transaction, ...]:
+    if isinstance(transactions, Transaction) or not isinstance(transactions, Iterable):
+        raise ConfigurationError(
+            f"input of produce_transactions is a {type(transactions).__name__}; pass a list of transactions"
+        )
+    given = tuple(transactions)
+    for position, transaction in enumerate(given):
+        if not isinstance(transaction, Transaction):
+            raise ConfigurationError(
+                f"input of produce_transactions is invalid: position {position} is a {type(transaction).__name__}; "
+                "wrap the payload: Transaction(id, payload)"
+            )
+    return given
+
+
+def _distinct(transactions: Sequence[Transaction]) -> list[Transaction]:
+    """List each transaction once, in order; raise if two different ones have the same source and id."""
+    first: dict[tuple[str, str], int] = {}
+    for position, transaction in enumerate(transactions):
+        earlier = first.setdefault(_name(transaction), position)
+        if not _same(transactions[earlier], transaction):
+            raise ConfigurationError(
+                f"input of produce_transactions is invalid: two different transactions have the id {transaction.id!r}, "
+                f"at positions {earlier} and {position}; give each its own id"
+            )
+    return [transactions[position] for position in first.values()]
+
+
+def _same(one: Transaction, other: Transaction) -> bool:
+    """Whether both ask for the same work; when it was created and by whom it is traced does not matter."""
+    if one is other:
+        return True
+    try:
+        return all(bool(getattr(one, name) == getattr(other, name)) for name in _CONTENT)
+    except Exception:  # noqa: BLE001 - a payload may refuse to be compared, and is then not known to be the same
+        return False
 
 
 def _never_started(transaction: Transaction, end: End) -> Outcome:

@@ -93,10 +93,11 @@ class Outcome:
 
     @property
     def succeeded_steps(self) -> tuple[str, ...]:
-        """Which steps had succeeded."""
+        """Which steps had succeeded: process or produce, and success."""
         if not self.processed:
             return ()
-        return ("process", "success") if self.kind is Kind.SUCCEEDED else ("process",)
+        first = next(iter(self.durations), "process")
+        return (first, "success") if self.kind is Kind.SUCCEEDED else (first,)
 
     def __repr__(self) -> str:
         return f"Outcome({self.transaction.id!r}, {self.kind.value}, attempts={self.attempts}, error={self.error!r})"

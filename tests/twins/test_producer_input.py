@@ -1,0 +1,166 @@
+"""What a produce call refuses before it sends anything: DX-07, DX-14, PRO-13."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from typing import Any
+
+import pytest
+
+from ergon_framework import (
+    AsyncConsumerMixin,
+    AsyncProducerMixin,
+    AsyncTask,
+    ConfigurationError,
+    ConsumerMixin,
+    ConsumerPolicy,
+    MemoryConnector,
+    ProducerMixin,
+    ProducerPolicy,
+    Task,
+    Transaction,
+    producer,
+)
+
+
+class Ship(ProducerMixin, Task): ...
+
+
+class ShipAsync(AsyncProducerMixin, AsyncTask): ...
+
+
+@pytest.fixture
+def queue() -> MemoryConnector:
+    return MemoryConnector("shipments")
+
+
+@pytest.fixture
+def ship(flavour, queue) -> Any:
+    return Ship(queue) if flavour == "threads" else ShipAsync(queue)
+
+
+def done(answer: Any) -> Any:
+    async def wait() -> Any:
+        return await answer
+
+    return asyncio.run(wait()) if inspect.isawaitable(answer) else answer
+
+
+def produce(task: Any, *arguments: Any) -> Any:
+    return done(task.produce_transactions(*arguments))
+
+
+# -- one id, two transactions ----------------------------------------------------------------------
+
+
+@pytest.mark.spec("DX-07", "PRO-13")
+@pytest.mark.parametrize(
+    "second",
+    [
+        Transaction("order-7", {"item": "ink"}),
+        Transaction("order-7", {"item": "pen"}, tenant="acme"),
+        Transaction("order-7", {"item": "pen"}, key="ada"),
+        Transaction("order-7", {"item": "pen"}, type="refund"),
+        Transaction("order-7", {"item": "pen"}, schema_version=2),
+    ],
+)
+def test_two_different_transactions_with_one_id_are_refused_before_anything_is_sent(ship, queue, second):
+    given = [Transaction("order-1", {}), Transaction("order-7", {"item": "pen"}), second]
+
+    with pytest.raises(ConfigurationError, match=r"'order-7'.*positions 1 and 2"):
+        produce(ship, given)
+
+    assert queue.depth().ready == 0
+
+
+@pytest.mark.spec("DX-07", "PRO-13")
+def test_payloads_that_cannot_be_compared_count_as_different(ship, queue):
+    class Odd:
+        def __eq__(self, other: object) -> bool:
+            raise ValueError("ambiguous")
+
+        __hash__ = None
+
+    with pytest.raises(ConfigurationError, match="'order-7'"):
+        produce(ship, [Transaction("order-7", Odd()), Transaction("order-7", Odd())])
+    assert queue.depth().ready == 0
+
+
+@pytest.mark.spec("DX-07", "PRO-13")
+def test_one_transaction_given_twice_is_sent_once_and_its_outcome_is_at_both_positions(ship, queue):
+    first = Transaction("order-7", {"item": "pen"}, created_at=1.0)
+    equal = Transaction("order-7", {"item": "pen"}, created_at=2.0)
+
+    report = produce(ship, [first, equal, first])
+
+    assert queue.depth().ready == 1
+    assert report.outcomes[0] is report.outcomes[1] is report.outcomes[2]
+
+
+@pytest.mark.spec("DX-07", "PRO-13")
+def test_the_same_id_of_two_sources_is_two_transactions(ship, queue):
+    produce(ship, [Transaction("7", {"n": 1}, source="shop"), Transaction("7", {"n": 2}, source="till")])
+
+    assert queue.depth().ready == 2
+
+
+# -- mistakes that are told in words ---------------------------------------------------------------
+
+
+@pytest.mark.spec("DX-14")
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        ([Transaction("order-1", {}), {"item": "pen"}], r"position 1 is a dict.*Transaction\(id, payload\)"),
+        ({"item": "pen"}, "position 0 is a str"),
+        (Transaction("order-1", {}), r"is a Transaction.*pass a list"),
+        (None, r"is a NoneType.*pass a list"),
+    ],
+)
+def test_what_is_no_transaction_is_refused_before_anything_is_sent(ship, queue, given, said):
+    with pytest.raises(ConfigurationError, match=said):
+        produce(ship, given)
+
+    assert queue.depth().ready == 0
+
+
+@pytest.mark.spec("DX-14")
+@pytest.mark.parametrize("wrong", [{"loop": {}}, ConsumerPolicy(), 5])
+def test_a_policy_of_the_wrong_type_is_refused(ship, queue, wrong):
+    with pytest.raises(ConfigurationError, match=r"pass a ProducerPolicy, built from a mapping"):
+        produce(ship, [Transaction("order-1", {})], wrong)
+    with pytest.raises(ConfigurationError, match=rf"policy of {ship.name} is invalid: it is a {type(wrong).__name__}"):
+        type(ship)(queue, policy=wrong)
+    with pytest.raises(ConfigurationError, match="pass a ProducerPolicy"):
+        producer(queue, policy=wrong)(lambda order: None)
+
+
+@pytest.mark.spec("DX-14")
+def test_a_consumer_refuses_the_policy_of_a_producer(flavour, queue):
+    def process(self, transaction):
+        raise AssertionError("nothing is fetched")
+
+    async def process_async(self, transaction):
+        process(self, transaction)
+
+    bases: Any = (ConsumerMixin, Task) if flavour == "threads" else (AsyncConsumerMixin, AsyncTask)
+    body = process if flavour == "threads" else process_async
+    kind: Any = type("Charge", bases, {"process_transaction": body})
+    with pytest.raises(ConfigurationError, match="pass a ConsumerPolicy"):
+        kind(queue, policy=ProducerPolicy())
+    with pytest.raises(ConfigurationError, match="pass a ConsumerPolicy"):
+        done(kind(queue).consume_transactions(ProducerPolicy()))
+
+
+@pytest.mark.spec("DX-14")
+def test_run_on_a_producer_says_what_to_call(ship):
+    with pytest.raises(ConfigurationError, match=r"does not consume.*produce_transactions\(.*ergon run"):
+        done(ship.run())
+
+
+@pytest.mark.spec("DX-14")
+def test_a_producer_reports_its_own_step(ship):
+    report = produce(ship, [Transaction("order-1", {})])
+
+    assert report.outcomes[0].succeeded_steps == ("produce", "success")
