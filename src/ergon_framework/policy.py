@@ -31,7 +31,8 @@ class Policy(BaseModel):
     def load(cls, settings: Mapping[str, Any]) -> Self:
         """The policy that *settings*, plain mappings all the way down, describe.
 
-        A part that names only some keys keeps the rest of that place's defaults.
+        A part that names only some keys keeps the rest of that place's defaults, as a part that is passed as an
+        object with only some fields set does.
         """
         try:
             return cls.model_validate(settings)
@@ -50,11 +51,16 @@ class Policy(BaseModel):
 
     @classmethod
     def _completed(cls, key: str, value: Any) -> Any:
-        # Without this, raising max_attempts of the fetch step in a file would silently change its
-        # timeout from the fetch step's to the general one.
+        # Without this, raising max_attempts of the fetch step would silently change its timeout from
+        # the fetch step's to the general one. A subclass brings defaults of its own.
         default = cls.model_fields[key].default
-        if isinstance(value, Mapping) and isinstance(default, Policy):
-            return {name: getattr(default, name) for name in default.model_fields_set} | dict(value)
+        if not isinstance(default, Policy):
+            return value
+        own = {name: getattr(default, name) for name in default.model_fields_set}
+        if isinstance(value, Mapping):
+            return own | dict(value)
+        if type(value) is type(default) and own.keys() - value.model_fields_set:
+            return value.model_copy(update={name: own[name] for name in own.keys() - value.model_fields_set})
         return value
 
 

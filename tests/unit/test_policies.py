@@ -11,12 +11,15 @@ import pytest
 from pydantic import ValidationError
 
 from ergon_framework.errors import ConfigurationError
+from ergon_framework.executor.pool import PoolPolicy
+from ergon_framework.facts.policy import AppendRetry
 from ergon_framework.task.mixins import policies
 from ergon_framework.task.mixins.policies import (
     BatchPolicy,
     ConcurrencyPolicy,
     ConsumerLoopPolicy,
     ConsumerPolicy,
+    ConsumerSteps,
     EmptyQueuePolicy,
     ExceptionPolicy,
     FetchPolicy,
@@ -37,6 +40,49 @@ def every_policy():
 
 
 # -- defaults -------------------------------------------------------------------------------------
+
+
+def places_with_defaults_of_their_own():
+    """Every field whose default is a policy that differs from the default of its type."""
+    return [
+        (kind, name)
+        for kind in [*every_policy(), PoolPolicy]
+        for name, field in kind.model_fields.items()
+        if isinstance(field.default, Policy) and field.default != type(field.default)()
+    ]
+
+
+@pytest.mark.spec("DX-17")
+@pytest.mark.parametrize("kind, name", places_with_defaults_of_their_own())
+def test_the_defaults_of_a_place_survive_a_partial_policy_in_both_forms(kind, name):
+    default = kind.model_fields[name].default
+    part = {"max_attempts": 7}
+
+    built = getattr(kind(**{name: RetryPolicy(**part)}), name)
+
+    assert built == getattr(kind.load({name: part}), name) == default.model_copy(update=part)
+    assert getattr(kind(**{name: RetryPolicy()}), name) == default
+    every = RetryPolicy().model_dump()
+    assert getattr(kind(**{name: RetryPolicy(**every)}), name) == RetryPolicy()
+
+
+@pytest.mark.spec("DX-17")
+def test_more_attempts_of_the_fetch_step_keep_its_timeout():
+    assert {(kind.__name__, name) for kind, name in places_with_defaults_of_their_own()} == {
+        ("FetchPolicy", "retry"),
+        ("SettlePolicy", "retry"),
+        ("PoolPolicy", "restart"),
+    }
+    given = RetryPolicy(max_attempts=5)
+    policy = ConsumerPolicy(steps=ConsumerSteps(fetch=FetchPolicy(retry=given)))
+
+    assert (policy.steps.fetch.retry.max_attempts, policy.steps.fetch.retry.timeout) == (5, 30.0)
+    assert given.timeout == 60.0
+
+
+@pytest.mark.spec("DX-17")
+def test_a_subclass_keeps_the_defaults_of_its_own():
+    assert SettlePolicy(retry=AppendRetry()).retry == AppendRetry()
 
 
 def test_the_defaults_are_the_documented_ones():
