@@ -2,6 +2,7 @@
 
 from ergon_framework.connectors.base import Ack, AsyncConnector, Capabilities, Connector, DeadLetter, Delivery, Later
 from ergon_framework.connectors.memory import MemoryConnector
+from ergon_framework.connectors.simple import SimpleConnector
 from ergon_framework.errors import Category, ConfigurationError, ConnectionLost, ErgonError
 from ergon_framework.runner.queues import queue
 from ergon_framework.task.base import AsyncTask, Task
@@ -45,6 +46,7 @@ __all__ = [
     "ProducerMixin",
     "ProducerPolicy",
     "RetryPolicy",
+    "SimpleConnector",
     "Task",
     "Transaction",
     "TransactionException",

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from ergon_framework.connectors.base import Release
+from ergon_framework.connectors.base import Delivery, Release
 from ergon_framework.errors import ConfigurationError, ConnectionLost
 from ergon_framework.task.exceptions import BusinessError, FetchException, FetchTimeoutException
 from ergon_framework.task.report import End, Kind
@@ -202,3 +202,25 @@ def test_an_arrival_during_the_fetch_itself_is_not_slept_through(build):
     empty = {"backoff": 10.0, "multiplier": 1.0, "cap": 10.0}
     world = build(fetches=[found_nothing_then_came_one]).start(policy(streaming=True, empty_queue=empty))
     world.until(lambda: world.of("process"), seconds=1.0)
+
+
+JUNK = [Transaction("x", source="queue"), {"id": "x"}, Delivery({"id": "x"}, "x")]
+
+
+@pytest.mark.spec("DX-08", "CON-08")
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("junk", JUNK, ids=lambda junk: type(junk).__name__)
+def test_a_fetch_that_returns_junk_ends_the_loop_and_releases_the_rest(build, junk, streaming):
+    def fetch(fetch):
+        if fetch.number == 0:
+            return fetch.queue.claim(1)
+        found = fetch.queue.claim(fetch.batch_size)
+        return [found[0], junk, *found[1:]]
+
+    world = build(fetches=fetch, process={"a": takes(0.05)})
+    world.offer("a", "b", "c").run(policy(concurrency=4, streaming=streaming))
+    assert isinstance(world.error, FetchException)
+    assert f"item 2 of 3 is a {type(junk).__name__}" in str(world.error)
+    assert "expected Delivery(" in str(world.error)
+    assert world.kinds() == {"a": "succeeded", "b": "released", "c": "released"}
+    assert (world.queue.depth().in_flight, world.queue.depth().ready) == (0, 2)

@@ -183,7 +183,8 @@ class Queue(MemoryConnector):
     def _ended(self, fetch, brought):
         brought = self.claim(fetch.batch_size) if brought is None else brought
         with self._world.changed:
-            fetch.brought = tuple(delivery.transaction.id for delivery in brought)
+            transactions = [getattr(delivery, "transaction", None) for delivery in brought]
+            fetch.brought = tuple(getattr(transaction, "id", None) for transaction in transactions)
             fetch.ended = time.monotonic()
             self._world.changed.notify_all()
         return brought

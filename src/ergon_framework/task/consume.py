@@ -180,7 +180,7 @@ class Consumption:
             senses=self._senses,
             deadline=self._deadline,
             patient=self._loop.streaming,
-            late=self._intake.late,
+            give_back=self._intake.give_back,
         )
 
     def _feed(self, fetcher: Fetcher) -> Script[End]:

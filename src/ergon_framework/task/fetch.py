@@ -11,6 +11,7 @@ from ergon_framework.engine.outcome import Err, Expired, Ok, Stopped
 from ergon_framework.errors import Category, ConnectionLost, ErgonError, is_sound, text
 from ergon_framework.task.exceptions import FetchException, FetchTimeoutException
 from ergon_framework.task.report import End
+from ergon_framework.transaction import Transaction
 
 if TYPE_CHECKING:
     from ergon_framework.engine.attempts import StepWatch
@@ -31,7 +32,7 @@ class Fetcher:
         senses: Senses,
         deadline: float,
         patient: bool,
-        late: Callable[[Sequence[Delivery]], None],
+        give_back: Callable[[Delivery, str], None],
     ) -> None:
         self._fetch = fetch
         self._retry = retry
@@ -40,7 +41,7 @@ class Fetcher:
         self._deadline = deadline
         #: A lost connection is waited out instead of spending the budget.
         self._patient = patient
-        self._late = late
+        self._give_back = give_back
         #: How often the connector was called.
         self.calls = 0
         #: The call that nobody waits for any more, and that may still bring something.
@@ -83,6 +84,16 @@ class Fetcher:
         if self.behind is not None:
             yield from gone(self.behind, until)
 
+    def _late(self, value: Any) -> None:
+        """Give back what a fetch returned after the loop had stopped waiting for it."""
+        self._release(value, "late")
+
+    def _release(self, value: Any, reason: str) -> None:
+        for each in value if _is_batch(value) else ():
+            # A claim without a hashable receipt cannot be settled: it ends with its lease.
+            if isinstance(each, Delivery) and _is_hashable(each.receipt):
+                self._give_back(each, reason)
+
     def _called(self, room: int) -> Any:
         # Counted here and not where it is asked for: a stop may come between the two.
         self.calls += 1
@@ -91,9 +102,7 @@ class Fetcher:
     def _error(self, answer: Ok | Err | Expired | Stopped) -> Script[FetchException | End | None]:
         """How a fetch failed, or why the loop ends; None if it did not fail."""
         if isinstance(answer, Ok):
-            if isinstance(answer.value, Sequence):
-                return None
-            return _read(TypeError(f"a fetch must return a sequence of deliveries, not {type(answer.value).__name__}"))
+            return self._check(answer.value)
         if isinstance(answer, Err):
             return _read(answer.error)
         now = self._senses.clock()
@@ -113,11 +122,54 @@ class Fetcher:
             error.final = True
         return error
 
+    def _check(self, value: Any) -> FetchException | None:
+        """Find what a fetch must not return. The deliveries beside it are given back: no claim stays in flight."""
+        if not _is_batch(value):
+            return _read(TypeError(f"a fetch must return a sequence of deliveries, not {type(value).__name__}"))
+        for number, each in enumerate(value):
+            mismatch = _find_mismatch(each)
+            if mismatch is not None:
+                self._release(value, End.FETCH.value)
+                error = _read(TypeError(f"item {number + 1} of {len(value)} is {mismatch}"))
+                # Another attempt would only claim more.
+                error.final = True
+                return error
+        return None
+
     def _waited(self, delay: float) -> Script[End | None]:
         until = self._senses.clock() + delay
         if (yield from sleep(min(until, self._deadline))) is not None:
             return End.STOP
         return End.TIMEOUT if self._senses.clock() >= self._deadline else None
+
+
+def _is_batch(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def _find_mismatch(each: Any) -> str | None:
+    """Say how *each* differs from a delivery that a loop can work with; None if it does not."""
+    if not isinstance(each, Delivery):
+        return (
+            f"a {type(each).__name__}; expected Delivery(transaction, receipt), "
+            "or a connector derived from SimpleConnector, whose fetch() returns transactions"
+        )
+    if not isinstance(each.transaction, Transaction):
+        kind = type(each.transaction).__name__
+        return f"a Delivery of a {kind}; expected Delivery(Transaction(id, payload), receipt)"
+    if not _is_hashable(each.receipt):
+        return f"a Delivery whose receipt is a {type(each.receipt).__name__}; expected a hashable receipt"
+    if not isinstance(each.deliveries, int):
+        return f"a Delivery whose deliveries is a {type(each.deliveries).__name__}; expected a count from 1"
+    return None
+
+
+def _is_hashable(receipt: Any) -> bool:
+    try:
+        hash(receipt)
+    except TypeError:
+        return False
+    return True
 
 
 def _read(cause: BaseException) -> FetchException:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from ergon_framework.connectors.base import Ack, DeadLetter, Delivery, Later, Release
 from ergon_framework.task.admission import Admission
@@ -11,6 +11,7 @@ from ergon_framework.task.handling import Handling
 from ergon_framework.task.report import Kind, Outcome, Report
 from ergon_framework.task.settle import Item, Settler
 from ergon_framework.task.watch import Onlooker
+from ergon_framework.transaction import Transaction
 
 if TYPE_CHECKING:
     from ergon_framework.engine.senses import Senses
@@ -95,12 +96,11 @@ class Intake:
     def give_back(self, delivery: Delivery, reason: str) -> None:
         """Release *delivery*, unless its claim is gone anyway."""
         settlement = None if delivery.receipt in self._handling.lost else Release()
-        self._settler.put(Item(delivery, settlement, Outcome(delivery.transaction, Kind.RELEASED, reason=reason)))
-
-    def late(self, deliveries: Any) -> None:
-        """A fetch that nobody waited for any more brought something after all."""
-        for delivery in deliveries if isinstance(deliveries, Sequence) else ():
-            self.give_back(delivery, "late")
+        outcome = None
+        # Anything else that a connector returned in its place has no id that a report could name.
+        if isinstance(delivery.transaction, Transaction):
+            outcome = Outcome(delivery.transaction, Kind.RELEASED, reason=reason)
+        self._settler.put(Item(delivery, settlement, outcome))
 
     def clear_behind(self, reason: str) -> None:
         """Give back everybody who waits but the head."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from ergon_framework.connectors.base import Delivery
 from ergon_framework.engine.effects import Call, Gone, Sleep
 from ergon_framework.engine.outcome import Err, Expired, Ok, Stopped
 from ergon_framework.engine.senses import Senses
@@ -14,6 +15,7 @@ from ergon_framework.task.exceptions import BusinessError, FetchException, Fetch
 from ergon_framework.task.fetch import Fetcher
 from ergon_framework.task.mixins.policies import RetryPolicy
 from ergon_framework.task.report import End
+from ergon_framework.transaction import Transaction
 
 
 class World:
@@ -28,7 +30,7 @@ class World:
             senses=Senses(clock=lambda: self.now, dice=lambda: 0.5),
             deadline=deadline,
             patient=patient,
-            late=lambda deliveries: None,
+            give_back=lambda delivery, reason: None,
         )
         self.script = fetcher.run(7, None)
         self.effect: Any = next(self.script)
@@ -43,10 +45,10 @@ class World:
 
 
 def test_what_the_connector_returns_is_a_list_of_its_own() -> None:
-    given = ("a", "b")
+    given = (Delivery(Transaction("a"), 1), Delivery(Transaction("b"), 2))
     world = World()
     assert (world.effect.args, world.effect.until) == ((7,), 30.0)
-    assert world.answer(Ok(given)).result == ["a", "b"]
+    assert world.answer(Ok(given)).result == list(given)
 
 
 @pytest.mark.spec("CON-36")

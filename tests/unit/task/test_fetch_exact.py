@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from ergon_framework.connectors.base import Delivery
 from ergon_framework.engine.effects import Call, Gone, Sleep
 from ergon_framework.engine.outcome import Err, Expired, Ok, Stopped
 from ergon_framework.engine.senses import Senses
@@ -15,9 +16,11 @@ from ergon_framework.task.exceptions import FetchException, FetchTimeoutExceptio
 from ergon_framework.task.fetch import Fetcher
 from ergon_framework.task.mixins.policies import RetryPolicy
 from ergon_framework.task.report import End
+from ergon_framework.transaction import Transaction
 
 
-def late(deliveries: Any) -> None: ...
+def delivery(name: str) -> Delivery:
+    return Delivery(Transaction(name), name)
 
 
 class World:
@@ -26,6 +29,7 @@ class World:
     def __init__(self, *, deadline: float = 1e6, patient: bool = False, dice: float = 0.5, **retry: Any) -> None:
         self.now = 40.0
         self.told: list[Any] = []
+        self.released: list[tuple[Any, str]] = []
         self.contexts: list[contextvars.Context] = []
         rules = {"max_attempts": 3, "timeout": 30.0, "backoff": 1.0, "multiplier": 2.0, "cap": 0.0} | retry
         self.fetcher = fetcher = Fetcher(
@@ -34,7 +38,7 @@ class World:
             senses=Senses(clock=lambda: self.now, dice=lambda: dice),
             deadline=deadline,
             patient=patient,
-            late=late,
+            give_back=lambda delivery, reason: self.released.append((delivery.receipt, reason)),
         )
         self.script = fetcher.run(7, self)
         self.result: Any = None
@@ -67,17 +71,21 @@ def test_every_attempt_is_a_call_in_the_context_of_its_watch() -> None:
     assert isinstance(call, Call)
     assert (call.step, call.args, call.until) == ("fetch", (7,), 70.0)
     assert (world.fetcher.calls, call.fn(-7), world.fetcher.calls) == (0, 7, 1)
-    assert (call.scope, call.context, call.late) == (None, world.contexts[0], late)
+    assert (call.scope, call.context) == (None, world.contexts[0])
+    assert call.late is not None
+    call.late([delivery("a"), "junk", Delivery(Transaction("b"), [])])
+    call.late(7)
+    assert world.released == [("a", "late")]
 
 
 def test_the_watch_is_told_the_number_and_the_error_of_every_attempt() -> None:
     error = OSError("no")
-    world = World().on(Err(error), None, Err(error), None, Ok(["a"]))
+    world = World().on(Err(error), None, Err(error), None, Ok([first_one := delivery("a")]))
     first, second = world.told[1][1], world.told[3][1]
     assert world.told == [0, (0, first), 1, (1, second), 2, (2, None)]
     assert [type(each) for each in (first, second)] == [FetchException] * 2
     assert first.__cause__ is second.__cause__ is error
-    assert world.result == ["a"]
+    assert world.result == [first_one]
 
 
 def test_the_watch_is_told_of_no_error_when_the_loop_ends_in_the_middle() -> None:
@@ -99,6 +107,46 @@ def test_an_answer_that_is_no_list_is_a_failure_like_any_other() -> None:
     assert world.sleeps == 1.0
     told = "the connector could not be read: TypeError: a fetch must return a sequence of deliveries, not NoneType"
     assert str(world.told[-1][1]) == told
+
+
+@pytest.mark.spec("DX-08")
+@pytest.mark.parametrize("value", ["text", b"bytes", 7])
+def test_a_text_is_no_list_of_deliveries(value: Any) -> None:
+    told = f"TypeError: a fetch must return a sequence of deliveries, not {type(value).__name__}"
+    assert str(World().on(Ok(value)).told[-1][1]) == f"the connector could not be read: {told}"
+
+
+JUNK: list[tuple[Any, str, list[str]]] = [
+    (
+        Transaction("x"),
+        "a Transaction; expected Delivery(transaction, receipt), or a connector derived from SimpleConnector, whose",
+        [],
+    ),
+    (None, "a NoneType; expected Delivery", []),
+    (
+        Delivery({"n": 1}, "x"),  # type: ignore[arg-type]
+        "a Delivery of a dict; expected Delivery(Transaction(id, payload), receipt)",
+        ["x"],
+    ),
+    (Delivery(Transaction("x"), {}), "a Delivery whose receipt is a dict; expected a hashable receipt", []),
+    (
+        Delivery(Transaction("x"), "x", None),  # type: ignore[arg-type]
+        "a Delivery whose deliveries is a NoneType; expected a count from 1",
+        ["x"],
+    ),
+]
+
+
+@pytest.mark.spec("DX-08", "CON-08")
+@pytest.mark.parametrize("junk, told, released", JUNK)
+def test_an_item_that_is_no_delivery_ends_the_fetch_and_the_others_are_released(
+    junk: Any, told: str, released: list[str]
+) -> None:
+    world = World().on(Ok([delivery("a"), junk, delivery("b")]))
+    assert isinstance(world.result, FetchException), "another attempt would only claim more"
+    assert (world.result.final, world.result.code) == (True, "fetch")
+    assert f"TypeError: item 2 of 3 is {told}" in str(world.result)
+    assert world.released == [(name, "fetch") for name in ("a", *released, "b")]
 
 
 def unsound() -> ErgonError:

@@ -245,11 +245,13 @@ def test_only_lost_claims_of_those_who_are_here_are_remembered() -> None:
     assert world.handling.lost == {"a"}
 
 
-def test_what_is_brought_late_and_is_no_list_is_nobody() -> None:
+@pytest.mark.spec("DX-08")
+def test_a_delivery_without_a_transaction_is_given_back_without_an_outcome() -> None:
     world = World()
-    world.intake.late([delivery("a")])
-    world.intake.late(None)
-    assert [item.delivery.receipt for item in world.settling()] == ["a"]
+    world.intake.give_back(delivery("a"), "fetch")
+    world.intake.give_back(Delivery("junk", "b"), "fetch")  # type: ignore[arg-type]
+    given = [(item.delivery.receipt, item.settlement, item.outcome is None) for item in world.settling()]
+    assert given == [("a", Release(), False), ("b", Release(), True)]
 
 
 # -- handling -------------------------------------------------------------------------------------

@@ -1,0 +1,123 @@
+"""SimpleConnector: a working connector of one method, for a source that cannot be told what became of its work."""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import threading
+import time
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count, islice
+from typing import Any, Final, cast
+
+from ergon_framework.connectors.base import (
+    Capabilities,
+    Confirmation,
+    Connector,
+    DeadLetter,
+    Delivery,
+    Later,
+    Release,
+    Settlement,
+    SettleResult,
+    Settling,
+)
+from ergon_framework.errors import ConfigurationError
+from ergon_framework.transaction import Transaction
+
+_log = logging.getLogger(__name__)
+
+_CAPABILITIES: Final = Capabilities(
+    mode="queue",
+    renewable=False,
+    lease=None,
+    release_is_free=True,
+    delays=False,
+    dead_letters=False,
+    fenced_by="token",
+    durable=False,
+)
+
+
+class SimpleConnector(Connector):
+    """Make a connector of one method: ``fetch`` returns the next transactions of a source.
+
+    The source is not told about success or failure. Released and deferred transactions wait in
+    the memory of the process and are delivered again from there; they are lost if it ends. Dead
+    letters are logged and not kept. ``dispatch`` is refused. Safe to use from several threads.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._receipts = count()
+        self._held: set[int] = set()
+        #: Due time on the monotonic clock, order of arrival, transaction, deliveries.
+        self._waiting: list[tuple[float, int, Transaction, int]] = []
+
+    @abstractmethod
+    def fetch(self, batch_size: int, **extra: Any) -> Iterable[Transaction]:
+        """Return at most *batch_size* transactions that were not returned before; nothing if there is none.
+
+        A generator is read up to *batch_size*. Raise ``ConnectionLost`` if the source cannot be reached.
+        """
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return _CAPABILITIES
+
+    def fetch_transactions(self, batch_size: int, **extra: Any) -> Sequence[Delivery]:
+        due = self._take_due(batch_size)
+        if due:
+            return due
+        fetched: Any = self.fetch(batch_size, **extra)
+        if isinstance(fetched, Iterator):
+            fetched = list(islice(fetched, batch_size))
+        if not isinstance(fetched, Sequence) or isinstance(fetched, str | bytes):
+            return cast("Sequence[Delivery]", fetched)  # the loop reports what it is
+        # Anything but a transaction is passed on for the loop to report; it releases the rest.
+        return [self._deliver(each, 1) if isinstance(each, Transaction) else each for each in fetched]
+
+    def settle(self, settlings: Sequence[Settling]) -> Sequence[SettleResult]:
+        return [self._settle(delivery, settlement) for delivery, settlement in settlings]
+
+    def dispatch(self, transactions: Sequence[Transaction]) -> Sequence[Confirmation]:  # noqa: ARG002 - refused
+        raise ConfigurationError(f"connector {self.name!r} only reads: override dispatch() to send to its source")
+
+    def _deliver(self, transaction: Transaction, deliveries: int) -> Delivery:
+        if not transaction.source:
+            transaction = transaction.replace(source=self.name)
+        with self._lock:
+            receipt = next(self._receipts)
+            self._held.add(receipt)
+        return Delivery(transaction, receipt, deliveries)
+
+    def _take_due(self, batch_size: int) -> list[Delivery]:
+        due: list[tuple[float, int, Transaction, int]] = []
+        with self._lock:
+            while self._waiting and len(due) < batch_size and self._waiting[0][0] <= time.monotonic():
+                due.append(heapq.heappop(self._waiting))
+        return [self._deliver(transaction, deliveries) for _, _, transaction, deliveries in due]
+
+    def _settle(self, delivery: Delivery, settlement: Settlement) -> SettleResult:
+        transaction, delay = delivery.transaction, 0.0
+        with self._lock:
+            if delivery.receipt not in self._held:
+                return SettleResult.LOST
+            self._held.remove(delivery.receipt)
+            if isinstance(settlement, Later):
+                delay = settlement.delay
+                transaction = transaction.replace(attempts=settlement.attempts, history=settlement.history)
+            if isinstance(settlement, Later | Release):
+                # The delivery is not counted, as the capabilities say.
+                entry = (time.monotonic() + delay, next(self._receipts), transaction, delivery.deliveries)
+                heapq.heappush(self._waiting, entry)
+        if isinstance(settlement, DeadLetter):
+            fields = {"queue": self.name, "transaction_id": transaction.id, "reason": settlement.reason}
+            _log.warning("dead letter not kept", extra=fields)
+        return SettleResult.SETTLED
