@@ -39,10 +39,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "telemetry": set(),
     "schema": set(),
     "connectors": {"telemetry"},
-    **{f"connectors.{vendor}": {"connectors"} for vendor in CLIENTS},
-    "connectors.postgres": {"connectors", "schema"},
-    # An address with a password is masked before an error names it.
-    "connectors.nats": {"connectors", "telemetry"},
+    **{f"connectors.{vendor}": {"connectors", "telemetry"} for vendor in CLIENTS},
+    "connectors.postgres": {"connectors", "telemetry", "schema"},
     "task": {"engine", "telemetry", "connectors"},
     "executor": BUILDERS,
     "facts": BUILDERS,

@@ -121,7 +121,7 @@ class Journal(logging.Handler):
     """One line for each end, of any process; short lines of one write do not mix."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.getMessage() == "provider task ended":
+        if getattr(record, "event", None) == "provider task ended":
             line = json.dumps([record.correlation_id, record.outcome, record.reason_code, os.getpid()]) + "\n"
             with (FOLDER / "journal").open("ab", buffering=0) as file:
                 file.write(line.encode())

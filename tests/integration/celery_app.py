@@ -130,10 +130,12 @@ class Noted(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         import json  # noqa: PLC0415 - only in a worker
 
-        usual = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+        usual = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "event"}
         fields = {name: value for name, value in vars(record).items() if name not in usual}
         with open(ENVELOPES or os.devnull, "a", encoding="utf-8") as file:  # noqa: PTH123
-            file.write(json.dumps({"event": record.getMessage(), "level": record.levelname, "fields": fields}) + "\n")
+            file.write(
+                json.dumps({"event": vars(record).get("event"), "level": record.levelname, "fields": fields}) + "\n"
+            )
 
 
 if ENVELOPES:

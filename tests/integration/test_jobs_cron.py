@@ -23,6 +23,7 @@ from ergon_framework.executor.jobs.observe import tally_of
 from ergon_framework.schema.lines import Lines
 from ergon_framework.telemetry import names
 from tests.integration.jobs import ROOT, Client, Store, orchestrator, rows, running, until
+from tests.log_events import event_of
 from tests.servers.databases import migrated
 
 DAILY = "0 3 * * *"
@@ -370,7 +371,7 @@ def test_an_entry_that_cannot_be_read_keeps_no_other_waiting(dsn, caplog):
     looking(dsn, test)
     assert len(keys(dsn)) >= 3
     assert all(key.startswith("cron:sound:") for key in keys(dsn))
-    [told] = [record for record in caplog.records if record.message == "cron unfired"]
+    [told] = [record for record in caplog.records if event_of(record) == "cron unfired"]
     assert told.cron == "broken"
     assert "gibberish" in told.error
 

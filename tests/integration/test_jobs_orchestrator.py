@@ -28,6 +28,7 @@ from ergon_framework.telemetry import names
 from ergon_framework.transaction import Transaction
 from tests.integration.jobs import PATH, ROOT, STUBBORN, Store, orchestrator, policy, rows, running, until
 from tests.integration.running import ERGON
+from tests.log_events import event_of, events_of
 
 RUNTIME = Command(
     words=(*ERGON, "executor", "run", "--handlers", "tests.integration.job_handlers:registry"),
@@ -291,7 +292,7 @@ def test_a_job_whose_executor_does_not_start_waits_at_no_cost_and_the_log_says_w
     assert took > 2
     words = "with exit code 3: it wrote no such token=[hidden]; try it: ergon executor check -- "
     assert words in deferred()[0].error
-    assert words in next(one for one in caplog.records if one.msg == "executor not started").error
+    assert words in next(one for one in caplog.records if event_of(one) == "executor not started").error
 
 
 # -- kill, cancel, replay, retention --------------------------------------------------------------
@@ -317,7 +318,7 @@ def test_a_running_job_is_killed_when_somebody_asks_and_never_tried_again(dsn, c
     assert (beside.state, beside.attempts, after.state) == ("succeeded", 1, "succeeded")
     assert drained(dsn)
     assert letters(dsn) == {}
-    assert [record.transaction_id for record in caplog.records if record.message == "job killed"] == [job.id]
+    assert [record.transaction_id for record in caplog.records if event_of(record) == "job killed"] == [job.id]
 
 
 @pytest.mark.spec("DX-37", "EXE-12")
@@ -330,7 +331,7 @@ def test_a_job_that_succeeds_although_its_kill_is_asked_for_has_succeeded(dsn, t
         await until(_is_running, client, got.id)
         assert await client.kill(got.id) is JobState.RUNNING
         if look == "after it":
-            await until(lambda: "job killed" in caplog.messages)
+            await until(lambda: "job killed" in events_of(caplog.records))
         done.touch()
         return await client.wait(got.id, timeout=30)
 
@@ -507,7 +508,7 @@ def test_an_orchestrator_that_lost_its_claim_between_start_and_finish_changes_no
 
     job = run(dsn, test)
     assert (job.state, job.result, job.attempts) == ("succeeded", "new", 2)
-    assert [record.transaction_id for record in caplog.records if record.message == "job stale"] == [job.id]
+    assert [record.transaction_id for record in caplog.records if event_of(record) == "job stale"] == [job.id]
 
 
 @pytest.mark.spec("EXE-22")

@@ -18,6 +18,7 @@ from ergon_framework.schema import migrate
 from ergon_framework.schema.lines import Lines
 from tests.integration.metering import ask, until
 from tests.integration.running import ERGON
+from tests.log_events import event_of, events_of
 
 pytestmark = pytest.mark.spec("RUN-06")
 
@@ -153,12 +154,12 @@ def test_while_the_database_is_away_nobody_waits_and_the_newest_are_kept(new_pos
     for number in range(1, 51):
         kept.note(entry(number))
     assert time.monotonic() - began < 0.1
-    until(lambda: "journal lost" in caplog.messages)
+    until(lambda: "journal lost" in events_of(caplog.records))
     server.start()
-    until(lambda: "journal regained" in caplog.messages)
+    until(lambda: "journal regained" in events_of(caplog.records))
     kept.stop(10.0)
     assert [name for name, _ in rows(dsn)] == ["order-0", *(f"order-{number}" for number in range(31, 51))]
-    dropped = [record.rows for record in caplog.records if record.message == "journal rows dropped"]
+    dropped = [record.rows for record in caplog.records if event_of(record) == "journal rows dropped"]
     assert sum(dropped) == 30
 
 
@@ -170,7 +171,7 @@ def test_one_that_is_refused_costs_no_other(database, caplog):
     kept.start()
     kept.stop(30.0)
     assert {name for name, _ in rows(database)} == {f"order-{n}" for n in range(GROUP + 100) if n != 77}
-    assert [record.rows for record in caplog.records if record.message == "journal rows dropped"] == [1]
+    assert [record.rows for record in caplog.records if event_of(record) == "journal rows dropped"] == [1]
 
 
 def test_what_makes_room_while_it_is_written_is_neither_lost_nor_written_twice(database, monkeypatch, caplog):
@@ -187,7 +188,7 @@ def test_what_makes_room_while_it_is_written_is_neither_lost_nor_written_twice(d
     kept.start()
     kept.stop(30.0)
     assert [name for name, _ in rows(database)] == [f"order-{number}" for number in range(14)]
-    assert "journal rows dropped" not in caplog.messages
+    assert "journal rows dropped" not in events_of(caplog.records)
 
 
 def test_any_text_is_written(database, lines):

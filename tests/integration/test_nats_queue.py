@@ -25,6 +25,7 @@ from ergon_framework.transaction import Transaction
 from tests.integration import boxes
 from tests.integration.nats_queues import bare, claimed, name, opened
 from tests.integration.running import ERGON, PATIENCE, Running
+from tests.log_events import event_of
 from tests.servers.nats import find_old
 
 # -- foreign messages ----------------------------------------------------------------------------------
@@ -65,7 +66,7 @@ def judged(server, caplog, **options):
     caplog.clear()
     with caplog.at_level(logging.INFO, logger="ergon_framework"):
         durable, words = asyncio.run(run())
-    (record,) = [record for record in caplog.records if record.message == "nats durability"]
+    (record,) = [record for record in caplog.records if event_of(record) == "nats durability"]
     assert record.levelno == (logging.INFO if durable else logging.WARNING)
     assert record.words == words
     return durable, words

@@ -29,6 +29,7 @@ from ergon_framework.providers.sql.writer import MetricsWriter
 from ergon_framework.providers.tokens import JwtVerifier, TokenRefused
 from ergon_framework.runner.settings import settings as all_settings
 from tests.integration.metering import ask, attempt
+from tests.log_events import event_of
 from tests.servers.databases import migrated
 from tests.servers.postgres import free_port
 
@@ -341,7 +342,7 @@ def test_a_database_that_is_away_is_a_503_and_nothing_of_it_is_told(caplog):
         "message": "The database is out of reach; try again later.",
         "correlation_id": body["correlation_id"],
     }
-    (record,) = [one for one in caplog.records if one.message == "provider health failed"]
+    (record,) = [one for one in caplog.records if event_of(one) == "provider health failed"]
     assert (record.levelno, record.correlation_id) == (logging.WARNING, body["correlation_id"])
     assert record.error_type in {"ConnectionFailed", "OperationalError"}
     for secret in ("open-sesame", "secret_name", "127.0.0.1"):
@@ -358,7 +359,7 @@ def test_a_fault_of_ours_is_a_500_and_nothing_of_it_is_told(dsn, caplog):
         answer = get(client, "x")
     assert answer.status_code == 500
     assert answer.json()["message"] == "The summary could not be made."
-    (record,) = [one for one in caplog.records if one.message == "provider health failed"]
+    (record,) = [one for one in caplog.records if event_of(one) == "provider health failed"]
     assert (record.levelno, record.error_type) == (logging.ERROR, "RuntimeError")
     assert "open-sesame" not in answer.text + caplog.text + str(vars(record))
 

@@ -38,6 +38,7 @@ from ergon_framework.providers.sql.blocks import BlockPolicy
 from ergon_framework.providers.sql.books import VARIABLE, PostgresBooks
 from ergon_framework.schema import lines, migrate
 from ergon_framework.schema.operation import perform
+from tests.log_events import events_of
 from tests.servers.pgbouncer import PrivatePgBouncer
 from tests.servers.steered import stored_breaker, stored_quota
 
@@ -567,7 +568,7 @@ def test_a_result_that_cannot_be_kept_is_never_called_for_again(books, account, 
     with pytest.raises(ProviderInternalError) as told:
         books.admit(asked(account, key="k", owner="you"))
     assert (told.value.code, told.value.final, told.value.sent) == ("result_not_kept", True, False)
-    assert "provider result not kept" in caplog.messages
+    assert "provider result not kept" in events_of(caplog.records)
 
 
 @pytest.mark.spec("PRV-22", "PRV-26")

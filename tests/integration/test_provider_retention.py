@@ -14,6 +14,7 @@ from ergon_framework.providers.sql.reaching import connect
 from ergon_framework.providers.sql.retention import Retention
 from ergon_framework.providers.sql.writer import MetricsWriter
 from tests.integration.metering import ask, attempt, both, rows_of, until
+from tests.log_events import events_of
 
 DAY = 86_400
 PARTITIONS = """
@@ -135,7 +136,7 @@ def test_a_worker_without_the_right_to_make_tables_writes_all_the_same(dsn, capl
     written(dsn.replace("//postgres@", "//worker@"), attempt())
     assert rows_of(dsn) == 1
     assert partitions(dsn) == {"rest"}
-    assert "provider retention failed" in caplog.messages
+    assert "provider retention failed" in events_of(caplog.records)
     assert retention.run(dsn).made
     assert ask(dsn, "select count(*) from ergon.provider_execution_metrics_rest") == [(0,)]
 

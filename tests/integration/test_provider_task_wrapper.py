@@ -148,7 +148,7 @@ def shop(postgres, rabbitmq, tmp_path_factory):
         made.stop()
 
 
-@pytest.mark.spec("PRV-12", "PRV-17", "PRV-16", "PRV-21")
+@pytest.mark.spec("PRV-12", "PRV-17", "PRV-16", "PRV-21", "DX-30")
 def test_a_task_retries_transient_errors_and_succeeds_before_exhaustion(shop):
     with SyntheticUpstream(DOWN, Behaviour(reset=True), then=Behaviour(body={"rank": 3})) as upstream:
         sent = shop.tasks.snapshot.apply_async(
@@ -173,6 +173,14 @@ def test_a_task_retries_transient_errors_and_succeeds_before_exhaustion(shop):
     ]
     whose = {"tenant_id": "acme", "campaign_id": "c-1", "idempotency_key": "k-1", "operation": "snapshot"}
     assert all(one["fields"].items() >= whose.items() for one in said)
+    # Celery's own formatter prints the message only.
+    printed = [line for line in shop.log.splitlines() if "correlation_id=audit-1" in line]
+    assert [line.partition("provider ")[2].partition(" tenant_id=")[0] for line in printed] == ["attempt"] * 3 + [
+        "task ended"
+    ]
+    for pair in ("tenant_id=acme", "provider_name=rank", "capability=rank_snapshot", "idempotency_key=k-1", "outcome="):
+        assert all(f" {pair}" in line for line in printed), pair
+    assert "attempt=2 reason_code=connection_error outcome=retry" in printed[1]
 
 
 @pytest.mark.spec("PRV-13", "PRV-17", "PRV-21", "PRV-23")

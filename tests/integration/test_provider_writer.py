@@ -33,6 +33,7 @@ from ergon_framework.providers.sql.writing import write
 from ergon_framework.telemetry import names
 from ergon_framework.telemetry.metrics import registry_of
 from tests.integration.metering import ask, attempt, both, chance, counted, rows_of, until, wired
+from tests.log_events import event_of, events_of
 from tests.servers.databases import migrated
 from tests.servers.postgres import _children, free_port
 
@@ -184,7 +185,7 @@ def test_a_batch_whose_commit_was_cut_off_is_written_once(postgres, dsn, writer_
     stored, recomputed = both(dsn)
     assert rows_of(dsn) == counted(stored) == 50
     assert stored == recomputed
-    assert caplog.messages == ["provider rows wait"]
+    assert events_of(caplog.records) == ["provider rows wait"]
 
 
 def test_a_batch_is_not_repeated_while_its_first_self_may_still_commit(dsn):
@@ -226,7 +227,7 @@ def test_what_the_server_will_never_take_is_dropped_and_the_rest_is_written(dsn,
     stored, recomputed = both(dsn)
     assert rows_of(dsn) == counted(stored) == 201
     assert stored == recomputed
-    (first,) = [one for one in caplog.records if one.message == "provider rows dropped"]
+    (first,) = [one for one in caplog.records if event_of(one) == "provider rows dropped"]
     assert (first.levelno, first.reason) == (logging.WARNING, "refused")
     assert "nul" not in str(vars(first))
 
@@ -253,7 +254,7 @@ def hurried(writer, count):
 def test_with_no_server_it_keeps_what_there_is_room_for_and_counts_the_rest(writer_of, caplog):
     before = dropped("full")
     writer = writer_of(f"postgresql://postgres@127.0.0.1:{free_port()}/none", room=100, every=0.01)
-    until(lambda: "provider rows wait" in caplog.messages or writer.record(attempt()))
+    until(lambda: "provider rows wait" in events_of(caplog.records) or writer.record(attempt()))
     taken = 1_000
     assert hurried(writer, taken) < 0.1
     assert writer.waiting == 100
@@ -266,7 +267,7 @@ def test_with_no_server_it_keeps_what_there_is_room_for_and_counts_the_rest(writ
     assert dropped("refused") == refused
     writer.record(attempt())
     assert writer.waiting == 0
-    assert caplog.messages.count("provider rows wait") == 1
+    assert events_of(caplog.records).count("provider rows wait") == 1
 
 
 class Metered(MemoryBooks):
@@ -430,7 +431,7 @@ def test_where_no_thread_can_be_had_no_call_fails(dsn, writer_of, monkeypatch, c
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refused)
         writer.record(attempt())
-    assert "telemetry failed" in caplog.messages
+    assert "telemetry failed" in events_of(caplog.records)
     writer.record(attempt())
     until(lambda: rows_of(dsn) == 2)
 

@@ -11,6 +11,7 @@ from ergon_framework.connectors.deadletters import Became, DeadLetterQuery
 from ergon_framework.errors import ConfigurationError, ConnectionLost
 from ergon_framework.transaction import Transaction
 from tests.integration.redises import Queues, beside, running, stream, until
+from tests.log_events import event_of
 
 SETTLED, FAILED = SettleResult.SETTLED, SettleResult.FAILED
 
@@ -61,7 +62,7 @@ def test_it_says_what_a_power_loss_could_cost(request, caplog, setting, value, w
         queue.open()
         assert queue.capabilities.durable is durable
         assert words in queue.durability
-        (record,) = [record for record in caplog.records if record.message == "redis durability"]
+        (record,) = [record for record in caplog.records if event_of(record) == "redis durability"]
         assert (record.levelname, record.words) == ("INFO" if durable else "WARNING", queue.durability)
     finally:
         client.config_set("appendonly", "yes")

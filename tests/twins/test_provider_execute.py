@@ -30,6 +30,7 @@ from ergon_framework.providers.quota import WindowKind
 from ergon_framework.providers.retry import RetryPolicy
 from ergon_framework.scope import Scope
 from ergon_framework.transaction import Transaction
+from tests.log_events import events_of
 from tests.twins.providing import HANG, STEADY, Act, Ask, fails, once, policy, slow, tell
 
 ACCOUNT = Account("acme", "payments", "charging")
@@ -578,7 +579,7 @@ def test_a_result_stands_though_it_could_not_be_written_down(flavour, caplog):
     books.record = broken
     result, _ = once(flavour, books=books)
     assert result.value == {"status": "paid"}
-    assert "books failed" in caplog.messages
+    assert "books failed" in events_of(caplog.records)
     assert "secret" not in caplog.text
 
 

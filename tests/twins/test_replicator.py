@@ -22,6 +22,7 @@ from ergon_framework.finding import Page
 from ergon_framework.telemetry import names
 from ergon_framework.telemetry.metrics import registry_of
 from ergon_framework.testing.virtual import VirtualTime, run_virtual
+from tests.log_events import event_of
 from tests.twins.world import FLAVOURS
 
 pytestmark = pytest.mark.spec("FAC-17")
@@ -243,7 +244,7 @@ def test_a_halt_is_logged_once_with_what_is_to_be_done_and_seen_in_metrics(zones
         replicator = world.run()
     assert world.states[-2].status is Status.EPOCH_CHANGED
     assert replicator.state().trouble.status is Status.EPOCH_CHANGED
-    [record] = [record for record in caplog.records if record.message == "replica halted"]
+    [record] = [record for record in caplog.records if event_of(record) == "replica halted"]
     assert record.levelno == logging.ERROR
     assert (record.replica, record.from_zone, record.to_zone) == ("hub", "plant", "hub")
     assert record.status == "epoch_changed"

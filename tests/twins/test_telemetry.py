@@ -28,6 +28,7 @@ from ergon_framework.telemetry import context, names
 from ergon_framework.telemetry.logs import TransactionFilter
 from ergon_framework.telemetry.options import TelemetryOptions
 from ergon_framework.transaction import Transaction
+from tests.log_events import event_of, events_of
 
 CANARY = "canary-7391"
 ELSEWHERE = "0af7651916cd43dd8448eb211c80319c"
@@ -351,7 +352,7 @@ def test_a_failed_fetch_says_so_in_its_attempts(flavour, seen, events):
     assert seen.one("fetch_transactions").status.status_code is StatusCode.ERROR
     assert seen.metric(names.FAILED_FETCHES) == {(): 1}
     assert seen.metric(names.ATTEMPTS) == {("fetch",): 2}
-    (record,) = [record for record in events if record.msg == "fetch failed"]
+    (record,) = [record for record in events if event_of(record) == "fetch failed"]
     assert record.code == "fetch"
 
 
@@ -516,7 +517,7 @@ def test_a_sampler_that_breaks_costs_the_spans_and_not_the_work(flavour, events)
     done = []
     consume(flavour, seen, orders(2), process=lambda tx: done.append(tx.id))
     assert sorted(done) == ["order-0", "order-1"]
-    assert "telemetry failed" in {record.msg for record in events}
+    assert "telemetry failed" in events_of(events)
 
 
 # -- what must not be seen ------------------------------------------------------------------------
@@ -631,7 +632,11 @@ def test_a_pause_is_shown_with_its_reason(flavour, seen, events):
     consume(flavour, seen, orders(1), gates=[gate])
     assert shown[1] == {("breaker open",): 1}
     assert seen.metric(names.PAUSED) == {}
-    assert [record.msg for record in events if "loop" in record.msg] == ["loop paused", "loop resumed", "loop ended"]
+    assert [event for event in events_of(events) if event and "loop" in event] == [
+        "loop paused",
+        "loop resumed",
+        "loop ended",
+    ]
 
 
 @pytest.mark.spec("CON-20")
@@ -646,7 +651,7 @@ def test_a_breach_is_counted_each_time_and_logged_once(flavour, seen, events):
     rules = policy(loop={"concurrency": {"value": 1}, "batch": {"size": 1}})
     consume(flavour, seen, orders(4), rules=rules, connector=Generous("orders"))
     assert seen.metric(names.BREACHES) == {(): 2}
-    (record,) = [record for record in events if record.msg == "contract breach"]
+    (record,) = [record for record in events if event_of(record) == "contract breach"]
     assert (record.asked, record.got) == (1, 2)
 
 
@@ -655,7 +660,7 @@ def test_a_refusal_has_a_metric_and_an_event_of_its_own(flavour, seen, events):
     consume(flavour, seen, orders(1, expires_at=1.0))
     assert seen.metric(names.REFUSED) == {("expired",): 1}
     assert seen.metric(names.TRANSACTIONS) == {}
-    (record,) = [record for record in events if record.msg == "transaction refused"]
+    (record,) = [record for record in events if event_of(record) == "transaction refused"]
     assert (record.transaction_id, record.reason) == ("order-0", "expired")
 
 
@@ -666,7 +671,7 @@ def test_a_failure_is_logged_once_with_its_ids(flavour, seen, events):
     consume(flavour, seen, orders(1), process=always(TransactionException("down", code="offline")))
     (record,) = [record for record in events if record.levelno >= logging.WARNING]
     start = seen.one("start_processing").context
-    assert record.getMessage() == "transaction failed"
+    assert event_of(record) == "transaction failed"
     assert record.name.startswith("ergon_framework.")
     assert (record.transaction_id, record.task, record.attempts) == ("order-0", "Orders", 2)
     assert (record.category, record.code, record.error) == ("SYSTEM", "offline", "down")
@@ -675,7 +680,7 @@ def test_a_failure_is_logged_once_with_its_ids(flavour, seen, events):
 
 def test_a_deferral_is_logged_with_its_delay(flavour, seen, events):
     consume(flavour, seen, orders(1), process=always(TransactionException("busy", retry_after=3600)))
-    (record,) = [record for record in events if record.msg == "transaction deferred"]
+    (record,) = [record for record in events if event_of(record) == "transaction deferred"]
     assert record.delay == 3600
     assert seen.metric(names.TRANSACTIONS) == {("deferred", "SYSTEM"): 1}
     assert seen.metric(names.ATTEMPTS)["process",] == 1
@@ -684,7 +689,7 @@ def test_a_deferral_is_logged_with_its_delay(flavour, seen, events):
 
 def test_a_success_is_not_logged(flavour, seen, events):
     consume(flavour, seen, orders(2))
-    assert [record.msg for record in events] == ["loop ended"]
+    assert events_of(events) == ["loop ended"]
 
 
 def test_dead_letters_name_the_trace(flavour, seen):

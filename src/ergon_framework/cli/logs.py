@@ -1,43 +1,48 @@
-"""Logs of the command: one line an event on stderr, its fields behind it."""
+"""Logs of the command: one record a line on stderr, as logfmt or as JSON."""
 
 from __future__ import annotations
 
 import json
 import logging
+from datetime import UTC, datetime
 from typing import Any
 
-from ergon_framework.telemetry.logs import TransactionFilter
+from ergon_framework.telemetry.logs import TransactionFilter, event_of, fields_of, logfmt
 
-#: What every record has; whatever else is there was given as a field.
-_OWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 #: Libraries that log every step of every connection, and as errors what our own errors and events tell already.
 _TALKATIVE = ("pika",)
 
 
 class Fielded(logging.Formatter):
-    """Time, level and event, then every field as ``name=value``."""
+    """Format a record as one line of logfmt; a traceback follows in indented lines.
 
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the standard library's name
-        fields = [f"{name}={value}" for name, value in vars(record).items() if name not in _OWN and value is not None]
-        return " ".join([super().formatMessage(record), *fields])
+    Only the first line of a record begins without a space, so a log collector can tell records apart.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        line, traceback = _parts(record, self)
+        return "\n".join([logfmt(line), *("  " + each for each in traceback.splitlines())])
 
 
 class Structured(logging.Formatter):
-    """One object of JSON a line: time, level, logger and event, every field, and the error if there is one."""
+    """Format a record as one line of JSON, with a traceback as the field ``traceback``."""
 
     def format(self, record: logging.LogRecord) -> str:
-        line: dict[str, Any] = {
-            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "event": record.getMessage(),
-        }
-        for name, value in vars(record).items():
-            if name not in _OWN and value is not None:
-                line.setdefault(name, value)
-        if record.exc_info:
-            line["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str)
+        line, traceback = _parts(record, self)
+        return json.dumps(line | {"traceback": traceback} if traceback else line, default=str)
+
+
+def _parts(record: logging.LogRecord, formatter: logging.Formatter) -> tuple[dict[str, Any], str]:
+    """Return time, level, logger, event and fields of *record*, and its traceback and stack as text."""
+    line: dict[str, Any] = {
+        "time": datetime.fromtimestamp(record.created, UTC).astimezone().isoformat(timespec="milliseconds"),
+        "level": record.levelname.lower(),
+        "logger": record.name,
+        "event": event_of(record),
+    }
+    traceback = record.exc_text or (formatter.formatException(record.exc_info) if record.exc_info else "")
+    stack = formatter.formatStack(record.stack_info) if record.stack_info else ""
+    return line | fields_of(record) | line, "\n".join(filter(None, [traceback, stack]))
 
 
 def configure(level: str, form: str = "text") -> None:
@@ -46,7 +51,7 @@ def configure(level: str, form: str = "text") -> None:
     What talkative libraries say is logged at the level debug only.
     """
     handler = logging.StreamHandler()
-    handler.setFormatter(Structured() if form == "json" else Fielded("%(asctime)s %(levelname)s %(message)s"))
+    handler.setFormatter(Structured() if form == "json" else Fielded())
     handler.addFilter(TransactionFilter())
     logging.basicConfig(level=level, handlers=[handler])
     for library in map(logging.getLogger, _TALKATIVE):

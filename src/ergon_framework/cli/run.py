@@ -35,6 +35,7 @@ from ergon_framework.runner.stages import Stage
 from ergon_framework.runner.supervisor import Supervisor
 from ergon_framework.task.defaults import choose_policy
 from ergon_framework.task.mixins.policies import ConsumerPolicy
+from ergon_framework.telemetry import logs
 from ergon_framework.telemetry.names import LIBRARY, Event, Field
 from ergon_framework.telemetry.sums import Sums
 
@@ -135,7 +136,7 @@ def enter(stage: Stage, *, number: int | None = None) -> None:
     """Log that a stage of the stop has begun."""
     level = logging.ERROR if stage is Stage.KILLED else logging.INFO
     fields = {Field.STAGE: stage.value} if number is None else {Field.STAGE: stage.value, Field.NUMBER: number}
-    log.log(level, Event.PROCESS_STOPPING, extra=fields)
+    logs.say(level, Event.PROCESS_STOPPING, fields, to=log)
 
 
 # -- one process ----------------------------------------------------------------------------------

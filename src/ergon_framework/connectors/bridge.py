@@ -30,6 +30,7 @@ from ergon_framework.connectors.base import (
 from ergon_framework.connectors.daemons import Daemons
 from ergon_framework.connectors.deadletters import DeadLetterQuery, DeadLetterRecord, ReplayResult
 from ergon_framework.errors import ConfigurationError, ConnectionLost
+from ergon_framework.telemetry import logs
 from ergon_framework.transaction import Transaction
 
 _T = TypeVar("_T")
@@ -101,9 +102,11 @@ def _settlings(deliveries: Sequence[Delivery]) -> list[Settling]:
 
 
 def _unreleased(connector: Connector | AsyncConnector, deliveries: Sequence[Delivery], error: Exception) -> None:
-    _log.warning(
+    logs.say(
+        logging.WARNING,
         "late deliveries could not be released; they come back when their claims end",
-        extra={"queue": connector.name, "deliveries": len(deliveries), "error": type(error).__qualname__},
+        {"queue": connector.name, "deliveries": len(deliveries), "error": type(error).__qualname__},
+        to=_log,
     )
 
 

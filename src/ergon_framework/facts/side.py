@@ -21,6 +21,8 @@ from ergon_framework.connectors.side_store import Kept, MemorySideStore, Place
 from ergon_framework.errors import ErgonError
 from ergon_framework.facts.errors import EpochChanged
 from ergon_framework.facts.model import Cursor, Pair
+from ergon_framework.telemetry import logs
+from ergon_framework.telemetry.names import Field
 
 _log = logging.getLogger(__name__)
 
@@ -291,8 +293,9 @@ class _InMemory:
                 if self._reading.lasts():
                     # The reader's cursor goes on, and this record goes with the process: the log is all that remains.
                     told = {"queue": change.record.queue, "transaction": change.record.id}
+                    told |= {Field.CORRELATION_ID: change.record.envelope.correlation or change.record.id}
                     told |= {"reason": change.record.reason}
-                    _log.warning("dead letter of a fact is in memory only", extra=told)
+                    logs.say(logging.WARNING, "dead letter of a fact is in memory only", told, to=_log)
 
     def leave(self, generation: int, beyond: Collection[int]) -> bool:
         side = self._side

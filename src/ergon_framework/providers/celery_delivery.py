@@ -44,6 +44,7 @@ from ergon_framework.providers.invocation import Invocation, read
 from ergon_framework.providers.mapping import canonical
 from ergon_framework.providers.observe import listener
 from ergon_framework.providers.sql.ledger import Begun, State
+from ergon_framework.telemetry import logs
 from ergon_framework.telemetry.context import current_ids, inbound, within
 from ergon_framework.telemetry.names import LIBRARY, Event, Field
 
@@ -229,7 +230,9 @@ class Delivery:
     def _come_again(self, error: Exception | None, *, counted: bool = True) -> NoReturn:
         """Give the message back. Nothing is reported, and where nothing was tried, no delivery is counted."""
         if isinstance(error, LEDGER_ERRORS):
-            log.warning(Event.LEDGER_FAILED, extra={**self._envelope(REQUEUED, None), Field.ERROR: describe(error)})
+            log_envelope(
+                logging.WARNING, Event.LEDGER_FAILED, self._envelope(REQUEUED, None) | {Field.ERROR: describe(error)}
+            )
         if not counted:
             with suppress(*LEDGER_ERRORS):
                 self._ledger.give_back(self.invocation.task_id)
@@ -243,10 +246,10 @@ class Delivery:
     def _heard(self, request: Request, row: AttemptRow) -> None:
         self._attempts += 1
         failed = row.outcome is not Outcome.SUCCESS
-        log.log(
+        log_envelope(
             logging.WARNING if failed else logging.INFO,
             Event.PROVIDER_ATTEMPT,
-            extra={
+            {
                 Field.TENANT_ID: request.tenant_id,
                 Field.CAMPAIGN_ID: request.campaign_id,
                 Field.PROVIDER_NAME: request.provider_name,
@@ -261,9 +264,9 @@ class Delivery:
         )
 
     def _over(self, level: int, outcome: str, reason: ReasonCode | None) -> None:
-        log.log(level, Event.PROVIDER_TASK_ENDED, extra=self._envelope(outcome, reason))
+        log_envelope(level, Event.PROVIDER_TASK_ENDED, self._envelope(outcome, reason))
 
-    def _envelope(self, outcome: str, reason: ReasonCode | None) -> Mapping[str, Any]:
+    def _envelope(self, outcome: str, reason: ReasonCode | None) -> dict[str, Any]:
         return envelope(self.invocation, outcome, reason, attempt=self._attempts)
 
 
@@ -281,6 +284,11 @@ def envelope(invocation: Invocation, outcome: str, reason: ReasonCode | None, *,
         Field.REASON_CODE: None if reason is None else reason.value,
         Field.OUTCOME: str(outcome),
     }
+
+
+def log_envelope(level: int, event: str, fields: Mapping[str, Any]) -> None:
+    """Log *event* of a task; fields that are None stay attributes of the record, so that all ten are there."""
+    logs.say(level, event, fields, to=log, keep_none=True)
 
 
 def _keeps(task: CeleryProviderTask, request: Any) -> bool:

@@ -6,6 +6,7 @@ nothing here keeps a connection, and it serves all children, so that nothing her
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from typing import Any, Final
@@ -21,7 +22,7 @@ from celery.worker.strategy import default
 from kombu.asynchronous import get_event_loop
 
 from ergon_framework.failure import describe
-from ergon_framework.providers.celery_delivery import LEDGER_ERRORS, REQUEUED, envelope, invoked, log
+from ergon_framework.providers.celery_delivery import LEDGER_ERRORS, REQUEUED, envelope, invoked, log_envelope
 from ergon_framework.providers.celery_task import CeleryProviderTask
 from ergon_framework.providers.deadletter import dead_letter
 from ergon_framework.providers.errors import ProviderBadRequestError, ProviderError
@@ -90,11 +91,11 @@ def bury(task: CeleryProviderTask, invocation: Invocation, error: ProviderError)
         state = task.ledger.brief().bury(letter)
     except LEDGER_ERRORS as failure:
         told = envelope(invocation, REQUEUED, error.reason_code, attempt=1)
-        log.warning(Event.LEDGER_FAILED, extra={**told, Field.ERROR: describe(failure)})
+        log_envelope(logging.WARNING, Event.LEDGER_FAILED, told | {Field.ERROR: describe(failure)})
         return None
     if state is State.DEAD:
         told = envelope(invocation, Outcome.DEAD_LETTER, error.reason_code, attempt=letter.attempts)
-        log.warning(Event.PROVIDER_TASK_ENDED, extra=told)
+        log_envelope(logging.WARNING, Event.PROVIDER_TASK_ENDED, told)
     return state
 
 

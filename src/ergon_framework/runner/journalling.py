@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ergon_framework.errors import ConfigurationError, ErgonError, MissingExtraError
 from ergon_framework.runner.settings import Settings
 from ergon_framework.task.report import Outcome
+from ergon_framework.telemetry import logs
 from ergon_framework.telemetry.names import Field
 from ergon_framework.telemetry.options import options_of
 from ergon_framework.telemetry.redaction import message
@@ -71,7 +72,7 @@ def journalled(task: Runnable, found: Settings) -> Iterator[Journalling]:
         # Loaded when it is needed: who works on another broker may name a database without its library.
         module = importlib.import_module("ergon_framework.connectors.postgres.journal")
     except MissingExtraError as error:
-        _log.warning("journal unwritten", extra={"task": task.name, "error": str(error)})
+        logs.say(logging.WARNING, "journal unwritten", {"task": task.name, "error": str(error)}, to=_log)
         yield Journalling()
         return
     journal = module.Journal(

@@ -13,6 +13,7 @@ from ergon_framework.errors import MissingExtraError
 from ergon_framework.runner.settings import Settings
 from ergon_framework.task.gates import Gate, Pause
 from ergon_framework.task.loops import loops_of
+from ergon_framework.telemetry import logs
 
 if TYPE_CHECKING:
     from ergon_framework.connectors.postgres.pauses import PauseWatch
@@ -41,7 +42,7 @@ def pausable(task: Runnable, found: Settings) -> Iterator[tuple[Gate, ...]]:
         # Loaded when it is needed: who works on another broker may name a database without its library.
         pauses = importlib.import_module("ergon_framework.connectors.postgres.pauses")
     except MissingExtraError as error:
-        _log.warning("pauses unheard", extra={"task": task.name, "error": str(error)})
+        logs.say(logging.WARNING, "pauses unheard", {"task": task.name, "error": str(error)}, to=_log)
         yield ()
         return
     loops = loops_of(task)

@@ -109,7 +109,9 @@ class LoggingSettings(Policy):
     """How the command logs to stderr."""
 
     level: Level = Field(default="warning", description="The least that is logged.")
-    format: Literal["text", "json"] = Field(default="text", description="A line for people, or an object for machines.")
+    format: Literal["text", "json"] = Field(
+        default="text", description="`text`: a line of logfmt. `json`: an object of JSON a line."
+    )
 
 
 class PostgresSettings(Policy):

@@ -31,7 +31,7 @@ from ergon_framework.runner.telling import Teller
 from ergon_framework.runner.tokens import Tokens
 from ergon_framework.task.mixins.policies import ConsumerPolicy
 from ergon_framework.task.report import End
-from ergon_framework.telemetry import names
+from ergon_framework.telemetry import logs, names
 from ergon_framework.telemetry.metrics import registry_of
 from ergon_framework.telemetry.names import LIBRARY, Event
 from ergon_framework.telemetry.names import Field as Said
@@ -315,7 +315,7 @@ class Supervisor:
                 worker.process.wait()
 
     def _say(self, level: int, event: str, fields: dict[str, Any]) -> None:
-        self._teller.tell(partial(log.log, level, event, extra=fields))
+        self._teller.tell(partial(logs.say, level, event, fields, to=log))
 
     # -- threads of each process ----------------------------------------------------------------
 

@@ -60,8 +60,8 @@ def safely(callback: Callable[[Outcome], None]) -> Callable[[Outcome], None]:
     def told(outcome: Outcome) -> None:
         try:
             callback(outcome)
-        except BaseException:
-            log.exception(Event.CALLBACK_FAILED, extra={Field.TRANSACTION_ID: outcome.transaction.id})
+        except BaseException as error:  # noqa: BLE001 - the callback is foreign code
+            logs.say(logging.ERROR, Event.CALLBACK_FAILED, _ids(outcome.transaction), to=log, exc_info=error)
 
     return told
 
@@ -180,13 +180,8 @@ class Observer(Onlooker):
         self._counts.add(names.REFUSED, reason)
         if self._rounds is not None:
             self._rounds.ended(delivery.transaction)
-        fields = {
-            Field.TRANSACTION_ID: delivery.transaction.id,
-            Field.SOURCE: delivery.transaction.source,
-            Field.REASON: reason,
-            Field.DELIVERIES: delivery.deliveries,
-        }
-        self._say(logging.WARNING, Event.TRANSACTION_REFUSED, fields)
+        fields = {Field.REASON: reason, Field.DELIVERIES: delivery.deliveries}
+        self._say(logging.WARNING, Event.TRANSACTION_REFUSED, _ids(delivery.transaction) | fields)
 
     def settled(self, results: list[SettleResult], seconds: float) -> None:
         counts = self._counts
@@ -213,21 +208,21 @@ class Observer(Onlooker):
     def _fields(self, outcome: Outcome, node: Node | None) -> dict[str, Any]:
         transaction, settlement = outcome.transaction, outcome.settlement
         trace_id, span_id = (node.ids if node is not None else None) or (None, None)
-        return {
-            Field.TRANSACTION_ID: transaction.id,
-            Field.SOURCE: transaction.source,
-            Field.CORRELATION_ID: transaction.correlation,
-            Field.TENANT_ID: transaction.tenant,
-            Field.OUTCOME: outcome.kind.value,
-            Field.ATTEMPTS: outcome.attempts,
-            Field.REASON: outcome.reason,
-            Field.STEP: outcome.notes[-1].step if outcome.notes else None,
-            Field.STARTED: outcome.started if outcome.kind is Kind.RELEASED else None,
-            Field.STILL_RUNNING: outcome.still_running or None,
-            Field.DELAY: settlement.delay if isinstance(settlement, Later) else None,
-            Field.TRACE_ID: trace_id,
-            Field.SPAN_ID: span_id,
-        } | self._blame(outcome.error)
+        return (
+            _ids(transaction)
+            | {
+                Field.OUTCOME: outcome.kind.value,
+                Field.ATTEMPTS: outcome.attempts,
+                Field.REASON: outcome.reason,
+                Field.STEP: outcome.notes[-1].step if outcome.notes else None,
+                Field.STARTED: outcome.started if outcome.kind is Kind.RELEASED else None,
+                Field.STILL_RUNNING: outcome.still_running or None,
+                Field.DELAY: settlement.delay if isinstance(settlement, Later) else None,
+                Field.TRACE_ID: trace_id,
+                Field.SPAN_ID: span_id,
+            }
+            | self._blame(outcome.error)
+        )
 
     def _blame(self, error: BaseException | None) -> dict[str, Any]:
         if error is None:
@@ -280,6 +275,16 @@ class Fetching:
             if error is not None:
                 blame(self._node, error, self._redact)
             self._node.end()
+
+
+def _ids(transaction: Transaction) -> dict[str, Any]:
+    """Return the fields that say which transaction a record is about."""
+    return {
+        Field.TRANSACTION_ID: transaction.id,
+        Field.SOURCE: transaction.source,
+        Field.CORRELATION_ID: transaction.correlation,
+        Field.TENANT_ID: transaction.tenant,
+    }
 
 
 def _name(task: object) -> str:

@@ -1,7 +1,12 @@
-"""Log events: once, where something becomes final, with fields instead of sentences and never a payload."""
+"""Log events: logged once, where something becomes final, with fields and never with a payload.
+
+The message of a record is the event followed by its fields as logfmt, so that it is complete under any formatter. The
+record also has each field as an attribute (``extra=``) and the event itself as ``event``, for structured formatters.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping
 from contextlib import suppress
@@ -14,19 +19,88 @@ from ergon_framework.telemetry.names import LIBRARY, Event, Field
 #: What the loops say.
 log: Final = logging.getLogger(f"{LIBRARY}.task")
 _own: Final = logging.getLogger(__name__)
+#: Attributes of every log record; all others were passed as fields.
+_STANDARD_ATTRIBUTES: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
-def say(level: int, event: str, fields: Mapping[str, Any], *, to: logging.Logger = log) -> None:
-    """Log *event*; fields that are None are left out."""
-    if to.isEnabledFor(level):
-        # Filters and handlers are foreign code, and must not end the loop that has something to say.
-        with suppress(Exception):
-            to.log(level, event, extra={name: value for name, value in fields.items() if value is not None})
+def say(
+    level: int,
+    event: str,
+    fields: Mapping[str, Any],
+    *,
+    to: logging.Logger = log,
+    exc_info: BaseException | None = None,
+    keep_none: bool = False,
+) -> None:
+    """Log *event* with *fields* to the logger *to*.
+
+    Fields that are None are left out; with *keep_none* they stay attributes of the record. A record about a transaction
+    has a correlation id, which is the transaction's id if it has no other.
+    """
+    if not to.isEnabledFor(level):
+        return
+    # Filters and handlers are foreign code, and must not end the loop that logs.
+    with suppress(Exception):
+        fields = _with_correlation(fields)
+        known = {name: value for name, value in fields.items() if value is not None}
+        # The template is the same for each record of an event, so that error trackers group them.
+        template = " ".join([event, *(f"{name}=%s" for name in known)])
+        extra = {Field.EVENT: event, **(fields if keep_none else known)}
+        to.log(level, template, *map(quote, known.values()), extra=extra, exc_info=exc_info, stacklevel=2)
+
+
+def _with_correlation(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    transaction_id = fields.get(Field.TRANSACTION_ID)
+    if transaction_id is None or fields.get(Field.CORRELATION_ID) is not None:
+        return fields
+    below = scope.current()
+    if below is not None and below.transaction_id == transaction_id:
+        return {**fields, Field.CORRELATION_ID: below.correlation}
+    return {**fields, Field.CORRELATION_ID: transaction_id}
 
 
 def telemetry_failed(error: BaseException) -> None:
-    """Somebody's sampler, processor or exporter raised; the loop goes on without its span."""
-    _own.warning(Event.TELEMETRY_FAILED, extra={Field.ERROR_TYPE: type(error).__name__})
+    """Log that a sampler, processor or exporter raised; the loop goes on without its span."""
+    say(logging.WARNING, Event.TELEMETRY_FAILED, {Field.ERROR_TYPE: type(error).__name__}, to=_own)
+
+
+def event_of(record: logging.LogRecord) -> str:
+    """Return the event of a record of this package, and the message of any other record."""
+    if record.name.partition(".")[0] == LIBRARY:
+        return getattr(record, Field.EVENT, None) or record.getMessage()
+    return record.getMessage()
+
+
+def fields_of(record: logging.LogRecord) -> dict[str, Any]:
+    """Return the fields of *record* that are not None, without its event."""
+    return {
+        name: value
+        for name, value in vars(record).items()
+        if value is not None and name not in _STANDARD_ATTRIBUTES and name != Field.EVENT
+    }
+
+
+def logfmt(fields: Mapping[str, Any]) -> str:
+    """Return *fields* as one line of logfmt."""
+    return " ".join(f"{_key(name)}={quote(value)}" for name, value in fields.items())
+
+
+def quote(value: Any) -> str:
+    """Return *value* as a value of logfmt: bare if it is one plain word, else quoted with the escapes of JSON."""
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    if text and text.isprintable() and not any(mark in text for mark in ' ="\\'):
+        return text
+    # Line ends, control characters and lone surrogates are escaped; all other letters stay readable.
+    return '"' + "".join(_escape(letter) for letter in text) + '"'
+
+
+def _escape(letter: str) -> str:
+    return letter if letter.isprintable() and letter not in '"\\' else json.dumps(letter)[1:-1]
+
+
+def _key(name: str) -> str:
+    """Return *name* without what would end a key of logfmt."""
+    return "".join(letter if letter.isprintable() and letter not in ' ="\\' else "_" for letter in name)
 
 
 class TransactionFilter(logging.Filter):

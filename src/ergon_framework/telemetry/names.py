@@ -508,6 +508,7 @@ class Event:
 class Field:
     """Fields of log records."""
 
+    EVENT: Final = "event"
     TASK: Final = "task"
     TRANSACTION_ID: Final = "transaction_id"
     SOURCE: Final = "source"

@@ -28,6 +28,7 @@ from ergon_framework.executor.start import ExecutorNotStarted
 from ergon_framework.task.mixins.policies import RetryPolicy
 from ergon_framework.telemetry.metrics import registry_of
 from ergon_framework.telemetry.names import METRICS, Attribute
+from tests.log_events import event_of
 
 PROGRAM = str(Path(__file__).with_name("stubborn.py"))
 STUBBORN = ("0", "stubborn")
@@ -176,7 +177,7 @@ def test_what_it_says_is_logged_with_its_job_and_trace(caplog):
         await pool.run("say", ["hello password=hunter2"], job_id="job-7", timeout=5, carrier=carrier)
 
     pooled(body)
-    (record,) = [each for each in caplog.records if each.getMessage() == "executor said"]
+    (record,) = [each for each in caplog.records if event_of(each) == "executor said"]
     assert (record.line, record.transaction_id, record.trace_id) == ("hello password=[hidden]", "job-7", trace)
 
 
@@ -498,9 +499,9 @@ def test_who_waits_for_an_executor_that_does_not_start_is_told_why_and_what_to_d
     # Nothing was sent: it costs no attempt.
     assert (error.later, error.final, error.code) == (True, False, "executor_not_started")
     assert error.retry_after >= 1
-    told = next(record for record in caplog.records if record.msg == "executor not started")
+    told = next(record for record in caplog.records if event_of(record) == "executor not started")
     assert (told.levelname, told.error) == ("ERROR", str(error))
-    assert not [record for record in caplog.records if record.msg == "executor ended"]
+    assert not [record for record in caplog.records if event_of(record) == "executor ended"]
 
 
 def test_a_folder_that_is_not_there_is_named():
@@ -526,7 +527,7 @@ def test_all_that_is_told_of_a_failed_start_is_bounded_and_without_credentials(c
     assert len(told) <= 500
     # What says most is told first, although much was written after it.
     assert "it wrote Error: dsn=[hidden] | at y | " in told
-    record = next(record for record in caplog.records if record.msg == "executor not started")
+    record = next(record for record in caplog.records if event_of(record) == "executor not started")
     assert record.line.startswith("Error: dsn=[hidden] | … | at y")
     assert len(record.line) < 4000
     assert "hunter2" not in record.line + told

@@ -138,7 +138,7 @@ def test_a_signal_ends_an_idle_executor(start):
     executor.answer()
     executor.process.send_signal(signal.SIGTERM)
     assert executor.process.wait(LIMIT) == 0
-    assert "executor stopping reason=SIGTERM" in executor.logged()
+    assert 'event="executor stopping" reason=SIGTERM' in executor.logged()
 
 
 def test_a_signal_cancels_an_async_handler_which_is_answered_and_takes_no_further_request(start):

@@ -34,6 +34,7 @@ from ergon_framework.executor.runtime import Runtime
 from ergon_framework.telemetry.context import outbound
 from ergon_framework.telemetry.spans import Tracing
 from ergon_framework.transaction import Transaction
+from tests.log_events import event_of
 from tests.unit.executor.messages import line, request
 
 
@@ -224,7 +225,7 @@ def test_what_names_its_job_is_answered(sent, kind):
 def test_what_names_no_job_is_logged_and_not_answered(sent, caplog):
     assert runtime_of(add).reply(sent) is None
     (record,) = caplog.records
-    assert record.getMessage() == "executor line refused"
+    assert event_of(record) == "executor line refused"
     assert record.bytes == (sent.size if isinstance(sent, Overlong) else len(sent))
 
 

@@ -19,6 +19,7 @@ from ergon_framework.executor.process import Command
 from ergon_framework.executor.task import isolated
 from ergon_framework.task.mixins.consumer import AsyncConsumerMixin, ConsumerMixin
 from ergon_framework.task.report import Kind
+from tests.log_events import event_of
 
 PROGRAM = str(Path(__file__).with_name("stubborn.py"))
 COMMAND = Command(words=(sys.executable, "-S", PROGRAM, "0", "stubborn"), environment={"PATH": os.environ["PATH"]})
@@ -111,7 +112,7 @@ def test_what_found_no_executor_up_comes_back_later_at_no_cost(flavour, words, s
     assert time.monotonic() - began < 10
     # No handler was told of a failure, and no attempt was made.
     assert (told, report.counts[Kind.DEFERRED], report.abandoned) == ([], 1, 0)
-    assert said in next(record for record in caplog.records if record.msg == "executor not started").error
+    assert said in next(record for record in caplog.records if event_of(record) == "executor not started").error
 
 
 @pytest.mark.spec("EXE-20", "EXE-28")

@@ -18,6 +18,7 @@ from ergon_framework.facts.side import MemoryFactSide
 from ergon_framework.facts.stores.memory import MemoryBoundary
 from ergon_framework.facts.window import Window
 from ergon_framework.transaction import Transaction
+from tests.log_events import event_of
 
 PAIR = Pair("Plant A", "Enterprise")
 
@@ -267,7 +268,7 @@ def test_a_dead_letter_that_ends_with_the_process_before_its_fact_leaves_a_line_
     with caplog.at_level("WARNING"):
         client.settle([(client.fetch_transactions(1)[0], DeadLetter("odd"))])
     (record,) = caplog.records
-    assert record.message == "dead letter of a fact is in memory only"
+    assert event_of(record) == "dead letter of a fact is in memory only"
     assert (record.queue, record.transaction, record.reason) == (client.name, "t-1", "odd")
 
 

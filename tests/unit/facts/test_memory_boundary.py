@@ -19,6 +19,7 @@ from ergon_framework.facts.errors import (
 from ergon_framework.facts.model import Buffer, Envelope, Fact, Pair, Side
 from ergon_framework.facts.stores.memory import MemoryBoundary
 from ergon_framework.telemetry import names
+from tests.log_events import event_of
 
 PAIR = Pair("A", "B")
 FAR = 2**52
@@ -157,7 +158,7 @@ def test_outcomes_are_counted_by_buffer(caplog):
         "broken": 1,
     }
     assert grown(lost, counted(names.ARTIFACTS_LOST, Buffer.ISB)) == {"A": 1}
-    (record,) = [record for record in caplog.records if record.message == "artifact lost"]
+    (record,) = [record for record in caplog.records if event_of(record) == "artifact lost"]
     assert (record.zone, record.message_id, record.bucket, record.key) == ("A", "m-3", "b", "k")
 
 

@@ -91,7 +91,7 @@ def test_a_round_that_fails_is_told_and_made_up_for(caplog):
     retention = Retention(store)
     with caplog.at_level(logging.INFO, logger="ergon_framework.facts"):
         assert [retention.round() for _ in range(3)] == [None, None, Pruned(7, 2)]
-    assert [(record.message, record.levelname) for record in caplog.records] == [
+    assert [(record.event, record.levelname) for record in caplog.records] == [
         ("pruning failed", "WARNING"),
         ("pruning failed", "WARNING"),
         ("facts pruned", "INFO"),

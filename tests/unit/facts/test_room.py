@@ -15,6 +15,7 @@ from ergon_framework.facts.room import Level, Room, RoomPolicy, of_disk, of_stor
 from ergon_framework.facts.stores.memory import MemoryBoundary
 from ergon_framework.telemetry import names
 from ergon_framework.telemetry.metrics import registry_of
+from tests.log_events import events_of
 
 pytestmark = pytest.mark.spec("FAC-16")
 
@@ -26,7 +27,7 @@ def steps(*used):
 
 
 def events(caplog):
-    return [record.message for record in caplog.records]
+    return events_of(caplog.records)
 
 
 def test_an_alert_is_said_once_and_withdrawn_only_well_below(caplog):

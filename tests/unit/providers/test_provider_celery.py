@@ -305,7 +305,7 @@ def test_a_broker_that_is_away_leaves_the_letters_waiting(ledger, caplog):
     with psycopg.connect(ledger.dsn) as line:
         line.execute("update ergon.provider_dead_letters set published_at = now() where task_id <> 'waits'")
     assert feed_dead_letters(away) == 0
-    assert caplog.records[-1].getMessage() == "dead letters wait"
+    assert caplog.records[-1].event == "dead letters wait"
     sent = []
     assert ledger.publish(sent.append, limit=10) == 1
     assert sent[0].task_id == "waits"

@@ -27,6 +27,7 @@ from ergon_framework.scope import Scope
 from ergon_framework.telemetry import names
 from ergon_framework.telemetry.metrics import registry_of
 from ergon_framework.transaction import Transaction
+from tests.log_events import event_of, events_of
 
 SECRET = "card 4111 1111"
 numbers = count()
@@ -140,7 +141,7 @@ def test_telemetry_that_breaks_breaks_no_call(monkeypatch, caplog):
 
     monkeypatch.setattr(trace, "get_tracer_provider", Broken)
     assert execute(provider()).value == {"ok": True}
-    assert "telemetry failed" in caplog.messages
+    assert "telemetry failed" in events_of(caplog.records)
     assert safely(lambda: 1 / 0) is None
 
     class Frail(Broken):
@@ -190,13 +191,13 @@ def read(metric, who):
     }
 
 
-@pytest.mark.spec("PRV-12", "PRV-25")
+@pytest.mark.spec("PRV-12", "PRV-25", "DX-30")
 def test_what_was_given_up_is_logged_once_with_its_fields(caplog):
     caplog.set_level(logging.DEBUG, "ergon_framework.providers")
     some = provider(*[down() for _ in range(2)])
     with pytest.raises(ProviderError):
         execute(some, idempotency_key="k1")
-    (record,) = [one for one in caplog.records if one.message == "provider call failed"]
+    (record,) = [one for one in caplog.records if event_of(one) == "provider call failed"]
     assert record.levelno == logging.WARNING
     told = {name: getattr(record, name, None) for name in ("tenant_id", "campaign_id", "provider_name", "capability")}
     assert told == {
@@ -208,6 +209,11 @@ def test_what_was_given_up_is_logged_once_with_its_fields(caplog):
     assert (record.operation, record.correlation_id, record.idempotency_key) == ("charge", "c1", "k1")
     assert (record.attempt, record.reason_code, record.outcome) == (2, "dependency_unavailable", "failed")
     assert SECRET not in str(vars(record))
+    for pair in (
+        *(f"provider_name={some.provider_name}", "capability=charging", "operation=charge", "correlation_id=c1"),
+        *("idempotency_key=k1", "attempt=2", "reason_code=dependency_unavailable", "outcome=failed"),
+    ):
+        assert f" {pair}" in record.message
 
 
 def test_a_breaker_that_opens_is_a_warning(caplog):
@@ -215,8 +221,10 @@ def test_a_breaker_that_opens_is_a_warning(caplog):
     for _ in range(2):
         with pytest.raises(ProviderError):
             execute(some)
-    (record,) = [one for one in caplog.records if one.message == "breaker changed"]
+    (record,) = [one for one in caplog.records if event_of(one) == "breaker changed"]
     assert (record.levelno, record.breaker_state) == (logging.WARNING, "open")
+    assert f"provider_name={some.provider_name} capability=charging" in record.message
+    assert record.message.endswith("breaker_state=open")
 
 
 # -- the everyday form ------------------------------------------------------------------------------
@@ -232,7 +240,7 @@ def test_below_a_handler_it_is_the_transaction_that_speaks(caplog):
     finally:
         scope.enter(None)
     assert caught.value.result.tenant_id == "acme"
-    assert "provider call failed" not in caplog.messages
+    assert "provider call failed" not in events_of(caplog.records)
 
 
 @pytest.mark.parametrize("given, tenant", [(None, "acme"), ("other", "other")])

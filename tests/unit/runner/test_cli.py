@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from ergon_framework.cli import child, run, summary
 from ergon_framework.cli import main as command
 from ergon_framework.cli.app import app
-from ergon_framework.cli.logs import Fielded, Structured, configure
+from ergon_framework.cli.logs import configure
 from ergon_framework.runner.exits import Exit
 from ergon_framework.runner.process import Ended, Order
 from ergon_framework.runner.stages import Stage
@@ -111,11 +111,6 @@ def test_the_help_has_the_whole_sentence_of_each_command():
     assert "..." not in said.partition("Commands:")[2]
 
 
-def test_a_log_line_ends_with_the_fields_that_were_given():
-    record = logging.makeLogRecord({"msg": "transaction failed", "transaction_id": "order-3", "tenant": None})
-    assert Fielded("%(message)s").format(record) == "transaction failed transaction_id=order-3"
-
-
 @pytest.mark.parametrize("level, heard", [("INFO", False), ("ERROR", False), ("DEBUG", True)])
 def test_talkative_libraries_are_heard_at_debug_only(level, heard):
     client = logging.getLogger("pika")
@@ -213,20 +208,6 @@ def test_an_unknown_variable_is_a_usage_error(ergon, monkeypatch):
     done = ergon("run", "cliapp:charge")
     assert done.exit_code == Exit.USAGE
     assert "did you mean 'run.processes'?" in done.stderr
-
-
-def test_a_structured_line_is_an_object_with_every_field():
-    record = logging.makeLogRecord(
-        {"name": "app", "msg": "it %s", "args": ("failed",), "levelname": "ERROR", "order": 3, "tenant": None}
-    )
-    try:
-        raise OSError("no route")
-    except OSError:
-        record.exc_info = sys.exc_info()
-    line = json.loads(Structured().format(record))
-    assert (line["event"], line["level"], line["logger"], line["order"]) == ("it failed", "error", "app", 3)
-    assert "OSError: no route" in line["traceback"]
-    assert "tenant" not in line
 
 
 def test_a_stage_is_logged_with_the_process_that_entered_it(caplog):

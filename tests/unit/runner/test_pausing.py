@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from ergon_framework.runner.pausing import pausable
+from tests.log_events import event_of
 
 
 def found(dsn="postgresql://nowhere", wanted=True):
@@ -30,6 +31,6 @@ def test_a_worker_without_the_library_runs_and_says_that_pauses_do_not_reach_it(
     with caplog.at_level(logging.WARNING), pausable(SimpleNamespace(name="charge"), found()) as gates:
         assert gates == ()
     (record,) = caplog.records
-    assert record.message == "pauses unheard"
+    assert event_of(record) == "pauses unheard"
     assert record.task == "charge"
     assert "ergon-framework[postgres]" in record.error

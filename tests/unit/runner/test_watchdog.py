@@ -12,6 +12,7 @@ from ergon_framework import AsyncConsumerMixin, AsyncTask, BusinessError, Memory
 from ergon_framework.runner.watchdog import Watchdog
 from ergon_framework.telemetry import names
 from ergon_framework.telemetry.metrics import registry_of
+from tests.log_events import event_of
 
 
 def deep(seen):
@@ -37,7 +38,7 @@ class Told(logging.Handler):
         if any(name.endswith(".deep") for name in getattr(record, "functions", ())):
             self.records.append(record)
             self.seen.set()
-        elif self.records and record.getMessage() == "event loop free":
+        elif self.records and event_of(record) == "event loop free":
             self.free.set()
 
 
@@ -112,7 +113,7 @@ def test_what_holds_the_event_loop_is_named_with_its_step_and_functions(told, st
     inner = [name.rpartition(".")[2] for name in record.functions]
     assert inner[-2:] == ["deep", handler]
     assert "4111" not in str(vars(record))
-    assert record.getMessage() == "event loop blocked"
+    assert event_of(record) == "event loop blocked"
     assert counted(task.name)[step] == 1
     assert told.free.wait(20)
     assert watchdog.blocked is None

@@ -112,10 +112,10 @@ def _heard(caplog):
 
 
 def events(caplog):
-    """Every event of the loop: its level, its message and its fields."""
-    fields = listed(Field)
+    """Every record of the loop: its level, its event and its fields."""
+    fields = [name for name in listed(Field) if name != Field.EVENT]
     return [
-        (record.levelname, record.msg, {name: vars(record)[name] for name in fields if name in vars(record)})
+        (record.levelname, record.event, {name: vars(record)[name] for name in fields if name in vars(record)})
         for record in caplog.records
         if record.name == "ergon_framework.task"
     ]
@@ -425,6 +425,7 @@ def test_a_refusal_is_counted_told_and_ends_its_batch(caplog, spans):
         "task": "Orders",
         "transaction_id": "a",
         "source": "orders",
+        "correlation_id": "a",
         "reason": "max_deliveries",
         "deliveries": 6,
     }
@@ -454,7 +455,8 @@ def test_the_end_of_the_last_transaction_ends_its_batch():
 def test_each_end_but_success_is_told_as_loudly_as_it_deserves(caplog, kind, level, event):
     seen = Seen(spans=False)
     seen.observer.ended(outcome(kind, attempts=2))
-    told = {"task": "Orders", "transaction_id": "a", "source": "orders", "outcome": kind.value, "attempts": 2}
+    told = {"task": "Orders", "transaction_id": "a", "source": "orders", "correlation_id": "a"}
+    told |= {"outcome": kind.value, "attempts": 2}
     if kind is Kind.RELEASED:
         told["started"] = False
     assert events(caplog) == [(level, event, told)]
@@ -540,7 +542,7 @@ def test_a_callback_that_fails_is_logged_and_one_that_works_is_told(caplog):
     assert caplog.records == []
     safely(lambda _: 1 / 0)(made)
     (record,) = caplog.records
-    assert (record.levelname, record.msg, record.transaction_id) == ("ERROR", "on_outcome failed", "a")
+    assert (record.levelname, record.event, record.transaction_id) == ("ERROR", "on_outcome failed", "a")
     assert record.exc_info[0] is ZeroDivisionError
 
 

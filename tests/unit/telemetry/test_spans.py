@@ -36,7 +36,7 @@ def test_a_processor_that_raises_is_logged_and_nothing_else(caplog, start):
     with caplog.at_level(logging.WARNING, "ergon_framework"):
         root = tracing(TelemetryOptions(tracer_provider=provider)).root("root", {})
         root.end()
-    assert [(record.msg, record.error_type) for record in caplog.records] == [("telemetry failed", "OSError")]
+    assert [(record.event, record.error_type) for record in caplog.records] == [("telemetry failed", "OSError")]
     assert root.recording == (not start)
 
 

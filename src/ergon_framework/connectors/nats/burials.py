@@ -27,6 +27,7 @@ from ergon_framework.connectors.nats.frames import Heard
 from ergon_framework.connectors.nats.line import Line, Request
 from ergon_framework.connectors.nats.naming import Names
 from ergon_framework.errors import ConnectionLost
+from ergon_framework.telemetry import logs
 
 _log = logging.getLogger(__name__)
 
@@ -94,12 +95,12 @@ def own(headers: dict[str, str]) -> dict[str, str]:
 
 def refused(queue: str, why: str) -> None:
     """Say that a dead letter or a note was not taken; its claim is kept."""
-    _log.error("a settlement could not be kept", extra={"queue": queue, "error": why})
+    logs.say(logging.ERROR, "a settlement could not be kept", {"queue": queue, "error": why}, to=_log)
 
 
 def untidy(queue: str, count: int) -> None:
     """Say what is left behind; it is never read again."""
-    _log.warning("notes of settled messages were left behind", extra={"queue": queue, "notes": count})
+    logs.say(logging.WARNING, "notes of settled messages were left behind", {"queue": queue, "notes": count}, to=_log)
 
 
 # -- listing ----------------------------------------------------------------------------------------

@@ -13,6 +13,8 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from nats.protocol.parser import AWAITING_CONTROL_LINE, Parser
 
+from ergon_framework.telemetry import logs
+
 _log = logging.getLogger(__name__)
 
 _END: Final = b"\r\n"
@@ -72,7 +74,7 @@ def tell(ear: Ear, message: Heard) -> None:
     try:
         ear(message)
     except Exception as error:  # noqa: BLE001 - see above
-        _log.error("a message from nats could not be taken in", extra={"error": type(error).__name__})
+        logs.say(logging.ERROR, "a message from nats could not be taken in", {"error": type(error).__name__}, to=_log)
 
 
 class Frames(Parser):

@@ -21,6 +21,7 @@ from ergon_framework.connectors.base import ConnectorError
 from ergon_framework.connectors.nats.client import DirectClient
 from ergon_framework.connectors.nats.frames import Ear, Heard
 from ergon_framework.errors import ConnectionLost, ErgonError
+from ergon_framework.telemetry import logs
 from ergon_framework.telemetry.redaction import masked
 
 _log = logging.getLogger(__name__)
@@ -348,4 +349,4 @@ def _odd(error: Exception, where: str) -> ErgonError:
 
 
 async def _told(error: Exception) -> None:
-    _log.debug("nats client", extra={"error": type(error).__name__})
+    logs.say(logging.DEBUG, "nats client", {"error": type(error).__name__}, to=_log)

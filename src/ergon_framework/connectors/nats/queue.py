@@ -44,6 +44,7 @@ from ergon_framework.connectors.nats.settling import Settler
 from ergon_framework.connectors.nats.ticker import Ticker
 from ergon_framework.errors import ConfigurationError, ConnectionLost
 from ergon_framework.finding import Finding, Wall
+from ergon_framework.telemetry import logs
 from ergon_framework.transaction import Transaction
 
 _log = logging.getLogger(__name__)
@@ -234,10 +235,12 @@ class NatsQueue(AsyncConnector):
             monitored = await asyncio.to_thread(_monitored, self._monitor, self._timeout)
         self._durability = judged(version=line.version, storage=storage, monitored=monitored)
         level = logging.INFO if self._durability.durable else logging.WARNING
-        _log.log(
+        logs.say(
             level,
             "nats durability",
-            extra={"queue": self._name, "durable": self._durability.durable, "words": self._durability.words},
+            {"queue": self._name, "durable": self._durability.durable, "words": self._durability.words},
+            to=_log,
+            keep_none=True,
         )
 
     async def open_async(self) -> None:
@@ -309,9 +312,11 @@ class NatsQueue(AsyncConnector):
             stranger = Transaction("released")
             await self._settler.settle([(Delivery(stranger, claim), Release()) for claim in claims], line)
         except (ConnectionLost, api.ApiError) as error:
-            _log.warning(
+            logs.say(
+                logging.WARNING,
                 "what nobody fetched could not be given back; it comes again when its lease ends",
-                extra={"queue": self._name, "deliveries": len(claims), "error": type(error).__name__},
+                {"queue": self._name, "deliveries": len(claims), "error": type(error).__name__},
+                to=_log,
             )
 
     # -- fetch ----------------------------------------------------------------------------------------
@@ -387,7 +392,7 @@ class NatsQueue(AsyncConnector):
                 claim.note = note.read(stored.body)
             except (ValueError, KeyError, TypeError):
                 # Somebody else's: the message is worth more than what was noted of it.
-                _log.warning("a note cannot be read", extra={"queue": self._name, "place": stored.seq})
+                logs.say(logging.WARNING, "a note cannot be read", {"queue": self._name, "place": stored.seq}, to=_log)
                 continue
             claim.deliveries = claim.note.deliveries(claim.delivered)
 
@@ -514,7 +519,7 @@ def _monitored(address: str, timeout: float) -> dict[str, Any] | None:
         with urllib.request.urlopen(f"{address.rstrip('/')}/varz", timeout=timeout) as answer:  # noqa: S310
             told = json.load(answer)
     except (OSError, ValueError) as error:
-        _log.warning("the monitoring of nats does not answer", extra={"error": type(error).__name__})
+        logs.say(logging.WARNING, "the monitoring of nats does not answer", {"error": type(error).__name__}, to=_log)
         return None
     config = (told.get("jetstream") or {}).get("config")
     return config if isinstance(config, dict) else None

@@ -17,6 +17,7 @@ from ergon_framework.errors import ConfigurationError
 from ergon_framework.schema.lines import Lines
 from ergon_framework.schema.operation import BEGIN, COMMIT, Operation, Query
 from ergon_framework.schema.revisions import NEEDED, suffices
+from ergon_framework.telemetry import logs
 
 _log = logging.getLogger(__name__)
 _homes: dict[tuple[str, float, int], Home] = {}
@@ -54,8 +55,8 @@ class Home:
         rows = yield Query(statements.SETTINGS)
         self.durability = judged(dict(rows))
         level = logging.INFO if self.durability.durable else logging.WARNING
-        _log.log(
-            level, "postgres durability", extra={"durable": self.durability.durable, "words": self.durability.words}
+        logs.say(
+            level, "postgres durability", {"durable": self.durability.durable, "words": self.durability.words}, to=_log
         )
 
     def reaped(self) -> Operation[bool]:

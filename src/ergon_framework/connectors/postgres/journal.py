@@ -20,6 +20,7 @@ from ergon_framework.errors import ErgonError
 from ergon_framework.history import Event, History, Kind, Place, State, Value
 from ergon_framework.schema.lines import Lines
 from ergon_framework.schema.operation import Operation, Query
+from ergon_framework.telemetry import logs
 
 _log = logging.getLogger(__name__)
 
@@ -174,7 +175,9 @@ class Journal:
         except ErgonError as error:
             if not self._lost:
                 self._lost = True
-                _log.warning("journal lost", extra={"task": self._who["task"], "error": type(error).__name__})
+                logs.say(
+                    logging.WARNING, "journal lost", {"task": self._who["task"], "error": type(error).__name__}, to=_log
+                )
             return False
         finally:
             self._warn()
@@ -193,7 +196,7 @@ class Journal:
             self._taken(group, written=True)
             if self._lost:
                 self._lost = False
-                _log.info("journal regained", extra={"task": self._who["task"]})
+                logs.say(logging.INFO, "journal regained", {"task": self._who["task"]}, to=_log)
 
     def _group(self) -> _Group:
         # They stay until they are written: the oldest of them may be dropped before, if the room is needed.
@@ -219,7 +222,7 @@ class Journal:
             if not dropped or not (at_once or now - self._warned >= _WARN):
                 return
             self._dropped, self._warned = 0, now
-        _log.warning("journal rows dropped", extra={"task": self._who["task"], "rows": dropped})
+        logs.say(logging.WARNING, "journal rows dropped", {"task": self._who["task"], "rows": dropped}, to=_log)
 
 
 # -- for people -----------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from ergon_framework.schema.hearing import Hearing
 from ergon_framework.schema.line import Line
 from ergon_framework.schema.lines import Lines
 from ergon_framework.schema.operation import Operation, Query
+from ergon_framework.telemetry import logs
 
 _log = logging.getLogger(__name__)
 
@@ -209,7 +210,7 @@ class PauseWatch:
             self._changed()
         if self._lost:
             self._lost = False
-            _log.info("pause watch regained", extra={"task": self._who["task"]})
+            logs.say(logging.INFO, "pause watch regained", {"task": self._who["task"]}, to=_log)
         self._known.set()
         self._report(connection)
         connection.until = None
@@ -237,6 +238,9 @@ class PauseWatch:
         if not self._lost:
             self._lost = True
             held = "paused" if self._found is not None else "fetching"
-            _log.warning(
-                "pause watch lost", extra={"task": self._who["task"], "state": held, "error": type(error).__name__}
+            logs.say(
+                logging.WARNING,
+                "pause watch lost",
+                {"task": self._who["task"], "state": held, "error": type(error).__name__},
+                to=_log,
             )

@@ -25,6 +25,7 @@ from ergon_framework.connectors.base import ConnectorError
 from ergon_framework.connectors.rabbitmq.address import parameters
 from ergon_framework.connectors.rabbitmq.durability import Durability, judged
 from ergon_framework.errors import ConfigurationError, ConnectionLost
+from ergon_framework.telemetry import logs
 
 T = TypeVar("T")
 
@@ -209,7 +210,7 @@ class Connection:
 
     def _on_blocked(self, _raw: Any, frame: Any) -> None:
         self.blocked = str(frame.method.reason)
-        _log.warning("rabbitmq blocks publishers", extra={"reason": self.blocked})
+        logs.say(logging.WARNING, "rabbitmq blocks publishers", {"reason": self.blocked}, to=_log)
 
     def _on_unblocked(self, *_: Any) -> None:
         self.blocked = ""
@@ -295,8 +296,11 @@ class Line:
         if self.durability is None:
             self.durability = judged(server)
             level = logging.INFO if self.durability.durable else logging.WARNING
-            _log.log(
-                level, "rabbitmq durability", extra={"durable": self.durability.durable, "words": self.durability.words}
+            logs.say(
+                level,
+                "rabbitmq durability",
+                {"durable": self.durability.durable, "words": self.durability.words},
+                to=_log,
             )
 
 

@@ -13,6 +13,7 @@ from redis.exceptions import ResponseError
 from ergon_framework.connectors.redis.durability import HIDDEN, SETTINGS, Durability, judged, refuse_eviction
 from ergon_framework.connectors.redis.lines import Lines, Node
 from ergon_framework.connectors.redis.operation import Operation
+from ergon_framework.telemetry import logs
 
 _log = logging.getLogger(__name__)
 _homes: dict[tuple[str, int], Home] = {}
@@ -58,7 +59,7 @@ class Home:
             refuse_eviction(settings)
             found = self._judged[node] = judged(settings) if settings else HIDDEN
             level = logging.INFO if found.durable else logging.WARNING
-            _log.log(level, "redis durability", extra={"durable": found.durable, "words": found.words})
+            logs.say(level, "redis durability", {"durable": found.durable, "words": found.words}, to=_log)
             if node is not None:
                 yield from self._neighbours()
         return found

@@ -9,6 +9,7 @@ from ergon_framework.connectors.postgres.statements import REVISION, SETTINGS
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.schema.operation import Operation, Query
 from ergon_framework.schema.revisions import suffices
+from ergon_framework.telemetry import logs
 
 _log = logging.getLogger(__name__)
 
@@ -27,7 +28,7 @@ def examined(things: str, *, needed: str, accept_loss: bool, known: Durability |
     durability = judged(dict((yield Query(SETTINGS))))
     if durability != known:
         level = logging.INFO if durability.durable else logging.WARNING
-        _log.log(level, "postgres durability", extra={"durable": durability.durable, "words": durability.words})
+        logs.say(level, "postgres durability", {"durable": durability.durable, "words": durability.words}, to=_log)
     if not durability.durable and not accept_loss:
         raise ConfigurationError(
             f"this database is no place for {things}: {durability.words}; set it on, or say accept_loss=True if "

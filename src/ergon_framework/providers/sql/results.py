@@ -7,6 +7,7 @@ import logging
 from typing import Any, Final
 
 from ergon_framework.providers.errors import ProviderInternalError
+from ergon_framework.telemetry import logs
 
 _log = logging.getLogger(__name__)
 
@@ -26,11 +27,11 @@ def written(value: dict[str, Any]) -> str | None:
     try:
         text = _encode(value)
     except (TypeError, ValueError, RecursionError):
-        _log.warning("provider result not kept", extra={"reason": "not_json"})
+        logs.say(logging.WARNING, "provider result not kept", {"reason": "not_json"}, to=_log)
         return None
     # Written in ASCII, so that each character is one byte.
     if len(text) > LARGEST:
-        _log.warning("provider result not kept", extra={"reason": "too_large", "size": len(text)})
+        logs.say(logging.WARNING, "provider result not kept", {"reason": "too_large", "size": len(text)}, to=_log)
         return None
     return text
 

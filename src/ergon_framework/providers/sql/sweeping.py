@@ -12,6 +12,7 @@ from ergon_framework.providers.quota import WindowKind
 from ergon_framework.providers.sql import statements
 from ergon_framework.providers.sql.names import account_of
 from ergon_framework.schema.operation import Operation, Query
+from ergon_framework.telemetry import logs
 
 _log = logging.getLogger(__name__)
 
@@ -65,8 +66,11 @@ def reconciled(upto: int = EVERY) -> Operation[list[LostRow]]:
     rows = yield Query(statements.RECONCILE, {"upto": upto, "most": _MOST})
     found = [LostRow.of(row) for row in rows]
     if found:
-        _log.warning(
-            "provider reservations lost", extra={"reservations": len(found), "calls": sum(one.calls for one in found)}
+        logs.say(
+            logging.WARNING,
+            "provider reservations lost",
+            {"reservations": len(found), "calls": sum(one.calls for one in found)},
+            to=_log,
         )
     return found
 

@@ -24,6 +24,7 @@ from ergon_framework.schema.hearing import Hearing
 from ergon_framework.schema.line import Line
 from ergon_framework.schema.lines import Lines
 from ergon_framework.schema.operation import Operation, perform
+from ergon_framework.telemetry import logs
 
 _log = logging.getLogger(__name__)
 
@@ -80,13 +81,13 @@ class Watcher:
                     self._read(connection, self._view.accounts())
                     delay = _FIRST
                     if lost:
-                        _log.info("breaker watch regained")
+                        logs.say(logging.INFO, "breaker watch regained", {}, to=_log)
                         lost = False
                     while not self._over.is_set():
                         self._look(connection)
             except Exception as error:  # noqa: BLE001 - whatever it is, the next look may be well
                 if not lost:
-                    _log.warning("breaker watch lost", extra={"error": type(error).__name__})
+                    logs.say(logging.WARNING, "breaker watch lost", {"error": type(error).__name__}, to=_log)
                     lost = True
                 self._over.wait(delay)
                 delay = min(2 * delay, _LONGEST)

@@ -1,0 +1,16 @@
+"""Reads the events of log records: the message of a record also has its fields."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+
+def event_of(record: logging.LogRecord) -> str | None:
+    """Return the event of *record*, None if it is no record of this package."""
+    return getattr(record, "event", None)
+
+
+def events_of(records: Iterable[logging.LogRecord]) -> list[str | None]:
+    """Return the events of *records*, in their order."""
+    return [event_of(record) for record in records]
