@@ -50,11 +50,11 @@ def test_a_new_epoch_is_begun_with_a_name_and_a_reason(run, database):
     with PostgresBoundary(database, accept_loss=True) as store:
         store.append_fact(*stated(1))
         before, cursor = store.epoch, store.end_of(PAIR)
-        said = run("new", "--why", "disk of Tuesday", stdin="n\n", code=FactsExit.NOT)
+        said = run("new", "--reason", "disk of Tuesday", stdin="n\n", code=FactsExit.NOT)
         assert before in said.stderr
         assert "nothing was changed" in said.stderr
         assert store.epoch == before
-        told = json.loads(run("new", "--why", "disk of Tuesday", "--yes", "--json").stdout)
+        told = json.loads(run("new", "--reason", "disk of Tuesday", "--yes", "--json").stdout)
         assert (told["was"], told["epoch"] != before) == (before, True)
         # Whoever had the store open notices, and cursors of before are refused.
         with pytest.raises(EpochChanged):
@@ -100,7 +100,7 @@ def test_an_epoch_that_is_taken_over_twice_keeps_both(run, database, forwarded):
     assert kept(database, "one") == (f"{told}; {told}", "ada; bob")
 
 
-@pytest.mark.parametrize("words", [("new", "--why", "w"), ("adopt", "e", "--from", "a", "--to", "b", "--offset", 1)])
+@pytest.mark.parametrize("words", [("new", "--reason", "w"), ("adopt", "e", "--from", "a", "--to", "b", "--offset", 1)])
 def test_nobody_does_it_without_a_name(run, words):
     assert "--actor" in run(*words, "--yes", actor="", code=FactsExit.FAILED).stderr
 

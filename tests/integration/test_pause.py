@@ -120,7 +120,7 @@ def test_two_workers_stop_fetching_finish_what_they_have_and_go_on_when_resumed(
         until(lambda: len(workers()) == 2)
         queue.dispatch(orders("slow", waits=True))
         until(lambda: begun(dsn) == ["slow"])
-        told = ergon("pause", "charge", "--because", "amounts are doubled", "--by", "kim")
+        told = ergon("pause", "charge", "--reason", "amounts are doubled", "--actor", "kim")
         assert told["name"] == "charge"
         assert {each["task"] for each in told["workers"]} == {"charge"}
         until(lambda: all(each["obeys"] == "charge" for each in workers()))
@@ -150,7 +150,7 @@ def test_two_workers_stop_fetching_finish_what_they_have_and_go_on_when_resumed(
 
 
 def test_a_worker_that_starts_while_its_queue_is_paused_fetches_nothing(queue, dsn, tmp_path):
-    ergon("pause", "orders", "--by", "kim")
+    ergon("pause", "orders", "--actor", "kim", "--force")
     queue.dispatch(orders("a"))
     with Running(tmp_path, SHOP, *LOUD) as worker:
         worker.wait_for("orders was paused by kim")
@@ -189,7 +189,7 @@ def test_a_paused_worker_stays_paused_while_the_database_is_gone_and_says_so(els
     server, queue = elsewhere
     with Running(tmp_path, ELSEWHERE, *LOUD) as worker:
         until(workers)
-        ergon("pause", "charge", "--by", "kim")
+        ergon("pause", "charge", "--actor", "kim")
         worker.wait_for("charge was paused by kim")
         server.stop("immediate")
         # The gate itself says it, when it is asked again: so it has kept what it knew.
@@ -212,7 +212,7 @@ def test_a_worker_goes_on_while_the_database_is_gone_and_says_so(elsewhere, tmp_
         worker.wait_for("handled a")
         server.start()
         worker.wait_for("pause watch regained")
-        ergon("pause", "charge", "--by", "kim")
+        ergon("pause", "charge", "--actor", "kim")
         worker.wait_for("charge was paused by kim")
 
 
@@ -268,8 +268,8 @@ def test_a_pause_is_heard_at_once_and_by_name_only(dsn, watch):
     made = watch(dsn)
     until(lambda: made.known)
     gate = PauseGate(made)
-    ergon("pause", "refund", "--by", "kim")
-    ergon("pause", "orders", "--by", "lee")
+    ergon("pause", "refund", "--actor", "kim", "--force")
+    ergon("pause", "orders", "--actor", "lee")
     assert until(gate).because == "orders was paused by lee"
     [me] = until(lambda: [each for each in workers() if each["obeys"]])
     assert (me["task"], me["queue"], me["obeys"], me["in_hand"]) == ("charge", "orders", "orders", 3)
@@ -281,18 +281,25 @@ def test_a_pause_is_heard_at_once_and_by_name_only(dsn, watch):
 
 
 def test_what_is_not_paused_cannot_be_resumed(dsn):
-    ergon("pause", "refund")
+    ergon("pause", "refund", "--force")
     done = CliRunner().invoke(app, ["resume", "charge"])
     assert done.exit_code == PauseExit.FAILED
     assert "'charge' is not paused; paused is: refund" in done.stderr
 
 
-def test_a_name_that_no_worker_has_is_told(dsn, watch):
+@pytest.mark.spec("DX-43")
+def test_a_name_that_no_worker_has_is_refused_with_the_nearest_one(dsn, watch):
     made = watch(dsn)
     until(lambda: made.known and workers())
     done = CliRunner().invoke(app, ["pause", "chrage"])
-    assert done.exit_code == PauseExit.OK
-    assert "no worker that runs is called 'chrage'; there are: charge, orders" in done.stderr
+    assert done.exit_code == PauseExit.USAGE
+    assert "no running task or queue is called 'chrage': the nearest is 'charge'" in done.stderr
+    assert "add --force" in done.stderr
+    assert "running are 'charge', 'orders'" in CliRunner().invoke(app, ["pause", "zzz"]).stderr
+    assert ergon("paused")["paused"] == []
+    assert ergon("pause", "chrage", "--force")["name"] == "chrage"
+    # Said again, it is a name that is known.
+    assert ergon("pause", "chrage", "--reason", "again")["name"] == "chrage"
 
 
 PAYING = """

@@ -86,7 +86,7 @@ def test_everything_that_the_fleet_does_is_shown_and_who_does_not_answer_is_name
         assert list(known["unreached"]) == [dead]
         assert "see that it runs" in known["unreached"][dead]
         subprocess.run(
-            [*ERGON, "pause", "orders", "--because", "to be seen"],
+            [*ERGON, "pause", "orders", "--reason", "to be seen"],
             env={**os.environ, "ERGON_POSTGRES__DSN": database},
             capture_output=True,
             check=True,

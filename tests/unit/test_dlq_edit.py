@@ -74,7 +74,7 @@ def only(connector):
 
 
 def test_the_corrected_payload_is_replayed_under_the_same_id_and_says_who_changed_what(shop):
-    told = json.loads(edit("--set", "total=45", "--by", "kim", "--json").stdout)
+    told = json.loads(edit("--set", "total=45", "--actor", "kim", "--json").stdout)
     assert (told["id"], told["changed"], told["by"], told["replayed"]) == ("order-1", ["total"], "kim", True)
     assert dead(shop.orders) == []
     delivery = only(shop.orders)
@@ -87,10 +87,16 @@ def test_the_corrected_payload_is_replayed_under_the_same_id_and_says_who_change
     assert note.at > 1_700_000_000
 
 
+@pytest.mark.spec("DX-45")
+def test_the_environment_names_who_acts(shop, monkeypatch):
+    monkeypatch.setenv("ERGON_ACTOR", "lee")
+    assert json.loads(edit("--set", "total=45", "--json").stdout)["by"] == "lee"
+
+
 def test_the_difference_is_in_the_history_of_a_letter_that_dies_again(shop):
-    edit("--set", "total=200", "--by", "kim")
+    edit("--set", "total=200", "--actor", "kim")
     shop.charge.run(ConsumerPolicy())
-    edit("--set", "total=300", "--by", "lee", "--values")
+    edit("--set", "total=300", "--actor", "lee", "--values")
     shop.charge.run(ConsumerPolicy())
     [record] = dead(shop.orders)
     notes = [past.error for past in record.failure.history if past.code == EDITED]
@@ -113,7 +119,7 @@ def test_attempts_do_not_crowd_a_correction_out():
     "setting, payload",
     [
         ("customer.zip.1=7", {"customer": {"name": "Ada", "zip": [1, 7]}}),
-        ("customer.street=Main Road", {"customer": {"name": "Ada", "zip": [1, 2], "street": "Main Road"}}),
+        ("/customer/zip/1=7", {"customer": {"name": "Ada", "zip": [1, 7]}}),
         ('customer={"name": "Bob"}', {"customer": {"name": "Bob"}}),
     ],
 )
@@ -122,17 +128,35 @@ def test_a_value_is_set_by_its_path_as_json_or_as_text(shop, setting, payload):
     assert only(shop.orders).transaction.payload == PAYLOAD | {"total": 1} | payload
 
 
+@pytest.mark.spec("DX-42")
+def test_a_json_pointer_names_the_value_that_it_names_everywhere(shop):
+    edit("--set", "/total=1")
+    assert only(shop.orders).transaction.payload == PAYLOAD | {"total": 1}
+
+
+@pytest.mark.spec("DX-42")
+@pytest.mark.parametrize("path", ["/customer/a~1b~0c", "customer.a/b~c"])
+def test_a_new_key_needs_a_flag(shop, path):
+    refused = edit("--set", f"{path}=x", code=DlqExit.USAGE).stderr
+    assert "the payload has no 'a/b~c'" in refused
+    assert "to add a key use --new-keys" in refused
+    assert len(dead(shop.orders)) == 1
+    edit("--set", f"{path}=x", "--new-keys")
+    assert only(shop.orders).transaction.payload["customer"]["a/b~c"] == "x"
+
+
 @pytest.mark.parametrize(
     "words, said",
     [
         (["--set", "total"], "sets nothing"),
-        (["--set", "customer.zip.9=1"], "has no 'customer.zip.9'; there is a list of 2"),
+        (["--set", "totl=1"], "the nearest is 'total'; to add a key use --new-keys"),
+        (["--set", "customer.zip.9=1"], "has no '9' at 'customer.zip.9': there is a list of 2"),
         (["--set", "address.zip=1"], "has no 'address'"),
         (["--set", "total.net=1"], "there is a plain value"),
         (["--set", "total=450"], "nothing was changed"),
         (["--set", "total=much"], "total: Input should be a valid integer"),
-        (["--set", "total=1", "--payload", "new.json"], "exclude each other"),
-        (["--payload", "new.json"], "cannot be read"),
+        (["--set", "total=1", "--file", "new.json"], "exclude each other"),
+        (["--file", "new.json"], "cannot be read"),
         ([], "set EDITOR"),
     ],
 )
@@ -146,7 +170,7 @@ def test_what_is_no_correction_changes_nothing(shop, words, said):
 
 def test_a_file_replaces_the_whole_payload(shop):
     Path("new.json").write_text(json.dumps({"total": 3, "customer": {"name": "Bob"}}), encoding="utf-8")
-    done = edit("--payload", "new.json", "--values")
+    done = edit("--file", "new.json", "--values")
     assert only(shop.orders).transaction.payload == {"total": 3, "customer": {"name": "Bob"}}
     assert 'customer.name: "Ada" -> "Bob"' in done.stdout
     # What is named like a secret is not kept, whoever asks for values.
@@ -208,9 +232,9 @@ def test_what_could_not_be_read_is_replaced_by_a_file_only(shop):
     shop.orders.dispatch([Transaction("order-2", b"\xff")])
     [delivery] = shop.orders.fetch_transactions(1)
     shop.orders.settle([(delivery, DeadLetter("undecodable"))])
-    assert "give --payload FILE" in edit("--set", "total=1", name="order-2", code=DlqExit.USAGE).stderr
+    assert "give --file FILE" in edit("--set", "total=1", name="order-2", code=DlqExit.USAGE).stderr
     Path("new.json").write_text('{"total": 3, "customer": {}}', encoding="utf-8")
-    edit("--payload", "new.json", name="order-2")
+    edit("--file", "new.json", name="order-2")
     assert only(shop.orders).transaction.payload == {"total": 3, "customer": {}}
 
 

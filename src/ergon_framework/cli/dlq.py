@@ -12,6 +12,7 @@ from ergon_framework.cli.dlq_edit import Edit, edited
 from ergon_framework.cli.dlq_exits import DlqExit
 from ergon_framework.cli.dlq_filters import filtered, per_second
 from ergon_framework.cli.dlq_work import Order, listed, moved, showed
+from ergon_framework.cli.options import Actor, actor_name
 from ergon_framework.connectors.deadletters import DeadLetterQuery
 from ergon_framework.errors import ConfigurationError
 
@@ -126,18 +127,21 @@ def edit(
     where: Where,
     transaction: Annotated[str, typer.Argument(metavar="ID", help="The transaction's id.")],
     *,
-    payload: Annotated[
+    file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The corrected payload, in JSON. Without: an editor opens.")
     ] = None,
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="PATH=VALUE", help="Set one value, as items.0.price=12.5. May repeat."),
+        typer.Option(
+            "--set", metavar="PATH=VALUE", help="Set one value: items.0.price=12.5 or /items/0/price=12.5. May repeat."
+        ),
     ] = None,
+    new_keys: Annotated[bool, typer.Option("--new-keys", help="Let --set add keys that are not there.")] = False,
     place: Annotated[str | None, typer.Option(help="Which one, where several dead letters have this id.")] = None,
     task: Annotated[
         str | None, typer.Option(metavar="MODULE:TASK", help="Refuse what does not fit the payload of this task.")
     ] = None,
-    by: Annotated[str | None, typer.Option(metavar="NAME", help="Who corrects it. Default: the system's user.")] = None,
+    actor: Actor = "",
     values: Annotated[
         bool, typer.Option("--values", help="Keep and show old and new values too; they may be confidential.")
     ] = False,
@@ -156,7 +160,7 @@ def edit(
     Example: ergon dlq edit app:charge order-3 --set customer.zip=10115
     """
     try:
-        change = Change(payload, set_ or ())
+        change = Change(file, set_ or (), new_keys=new_keys)
     except ConfigurationError as error:
         typer.echo(f"ergon: {error}", err=True)
         raise typer.Exit(DlqExit.USAGE) from None
@@ -164,7 +168,7 @@ def edit(
         id=transaction,
         place=place,
         change=change,
-        by=by,
+        actor=actor_name(actor),
         task=task,
         values=values,
         dry_run=dry_run,

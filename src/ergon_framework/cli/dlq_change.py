@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -76,10 +77,12 @@ class Change:
 
     file: Path | None = None
     settings: Sequence[str] = ()
+    #: Whether a setting may add a key that is not there.
+    new_keys: bool = False
 
     def __post_init__(self) -> None:
         if self.file is not None and self.settings:
-            raise ConfigurationError("--payload and --set exclude each other; give one of the two")
+            raise ConfigurationError("--file and --set exclude each other; give one of the two")
 
     def made(self, record: DeadLetterRecord) -> Any:
         """The payload that *record* is to have; ConfigurationError where there is none."""
@@ -88,11 +91,11 @@ class Change:
         if self.settings:
             if record.raw is not None:
                 raise ConfigurationError(
-                    "its payload could not be read, so no value of it can be set; give --payload FILE"
+                    "its payload could not be read, so no value of it can be set; give --file FILE"
                 )
             payload = json.loads(json.dumps(record.payload))
             for setting in self.settings:
-                payload = _set(payload, setting)
+                payload = _set(payload, setting, new_keys=self.new_keys)
             return payload
         return _parsed(_by_hand(record), "what the editor left")
 
@@ -100,40 +103,52 @@ class Change:
 # -- single values ------------------------------------------------------------------------------------
 
 
-def _set(payload: Any, setting: str) -> Any:
+def _set(payload: Any, setting: str, *, new_keys: bool) -> Any:
     path, equals, text = setting.partition("=")
     if not (path and equals):
         raise ConfigurationError(
-            f"{setting[:60]!r} sets nothing; write PATH=VALUE, for example customer.address.zip=10115"
+            f"{setting[:60]!r} sets nothing; write PATH=VALUE, for example customer.address.zip=10115 or "
+            "/customer/address/zip=10115"
         )
     try:
         value = json.loads(text)
     except ValueError:
         value = text
-    *way, last = path.split(".")
-    place = payload
-    for number, key in enumerate(way):
-        place = place[_key(place, key, ".".join(way[: number + 1]), new=False)]
-    place[_key(place, last, path, new=True)] = value
+    *parents, last = _split(path)
+    container = payload
+    for key in parents:
+        container = container[_key(container, key, path, new_keys=False)]
+    container[_key(container, last, path, new_keys=new_keys)] = value
     return payload
 
 
-def _key(place: Any, key: str, path: str, *, new: bool) -> Any:
-    """What *key* is in *place*; objects may be given *new* keys, lists no new items."""
-    if isinstance(place, dict) and (new or key in place):
+def _split(path: str) -> list[str]:
+    """Return the keys of *path*, a JSON pointer (RFC 6901) if it begins with a slash, else separated by dots.
+
+    >>> _split("/a~1b/0"), _split("a.b.0")
+    (['a/b', '0'], ['a', 'b', '0'])
+    """
+    if not path.startswith("/"):
+        return path.split(".")
+    return [key.replace("~1", "/").replace("~0", "~") for key in path[1:].split("/")]
+
+
+def _key(container: Any, key: str, path: str, *, new_keys: bool) -> Any:
+    """Return what *key* is in *container*; with *new_keys* an object may be given one that it has not."""
+    if isinstance(container, dict) and (new_keys or key in container):
         return key
-    if isinstance(place, list) and key.isascii() and key.isdigit() and int(key) < len(place):
+    if isinstance(container, list) and key.isascii() and key.isdigit() and int(key) < len(container):
         return int(key)
-    there = (
-        ", ".join(map(repr, place))
-        if isinstance(place, dict)
-        else f"a list of {len(place)}"
-        if isinstance(place, list)
-        else "a plain value"
-    )
-    raise ConfigurationError(
-        f"the payload has no {path!r}; there is {there[:200]}; to change its shape give --payload FILE"
-    )
+    if isinstance(container, dict):
+        near = get_close_matches(key, container, n=1)
+        has = (
+            f"the nearest is {near[0]!r}" if near else f"there are {', '.join(map(repr, container))[:200] or 'no keys'}"
+        )
+        remedy = "to add a key use --new-keys"
+    else:
+        has = f"there is {f'a list of {len(container)}' if isinstance(container, list) else 'a plain value'}"
+        remedy = "to change the shape of the payload give --file FILE"
+    raise ConfigurationError(f"the payload has no {key!r} at {path!r}: {has}; {remedy}")
 
 
 # -- whole payloads -----------------------------------------------------------------------------------
@@ -160,7 +175,7 @@ def _refused(constant: str) -> Any:
 def _by_hand(record: DeadLetterRecord) -> str:
     editor = next((os.environ[name] for name in _EDITORS if os.environ.get(name, "").strip()), None)
     if editor is None:
-        raise ConfigurationError("no editor is named; set EDITOR, or give --payload FILE or --set PATH=VALUE")
+        raise ConfigurationError("no editor is named; set EDITOR, or give --file FILE or --set PATH=VALUE")
     text = (
         record.raw.decode(errors="replace")
         if record.raw is not None

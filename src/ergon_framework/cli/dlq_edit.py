@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import json
 import time
 from collections.abc import Sequence
@@ -31,7 +30,7 @@ class Edit:
     id: str
     place: str | None
     change: Change
-    by: str | None
+    actor: str
     #: Whose payload it must fit, besides that of the task that was named.
     task: str | None
     values: bool
@@ -53,7 +52,7 @@ def _edit(connector: Connector, where: str, edit: Edit) -> DlqExit:
     found = [Difference("", "bytes", payload)] if record.raw is not None else list(differences(record.payload, payload))
     if not found:
         raise ConfigurationError("nothing was changed, so nothing was replayed; ergon dlq replay takes it as it is")
-    by = edit.by or getpass.getuser()
+    by = edit.actor
     corrected = record.corrected(payload, by=by, at=time.time(), words=told(found, values=edit.values))
     for name in dict.fromkeys(name for name in (where, edit.task) if name is not None):
         _refuse_misfit(name, corrected)

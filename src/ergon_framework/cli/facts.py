@@ -13,6 +13,7 @@ from ergon_framework.cli import facts_work as work
 from ergon_framework.cli.facts_epoch import epoch
 from ergon_framework.cli.facts_replicate import replicate
 from ergon_framework.cli.job import moment
+from ergon_framework.cli.options import Actor
 from ergon_framework.cli.provider import lasting
 from ergon_framework.cli.sizes import size
 from ergon_framework.facts.model import Pair, Side
@@ -339,7 +340,7 @@ def retire(
     from_zone: From,
     to_zone: To,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
-    actor: Annotated[str, typer.Option(envvar=["ERGON_ACTOR", "USER"], help="Who says so.")] = "",
+    actor: Actor = "",
     server: Server,
     tls_cert: Cert,
     tls_key: Key,

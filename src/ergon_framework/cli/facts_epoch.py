@@ -11,6 +11,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from ergon_framework.cli.facts_work import FactsExit
+from ergon_framework.cli.options import Actor, Reason
 from ergon_framework.errors import ConfigurationError, ConnectionLost, ErgonError, text
 from ergon_framework.facts.errors import FactError
 from ergon_framework.facts.model import Cursor, Pair, Side
@@ -30,7 +31,6 @@ AcceptLoss = Annotated[
 Config = Annotated[
     Path | None, typer.Option(metavar="FILE", help="The configuration. Default: ergon.toml, if it is there.")
 ]
-Actor = Annotated[str, typer.Option(envvar=["ERGON_ACTOR", "USER"], help="Who says so; it is kept.")]
 Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
 Lines = Annotated[bool, typer.Option("--json", help="One JSON object per line.")]
@@ -66,7 +66,7 @@ def list_(
 @epoch.command()
 def new(
     *,
-    why: Annotated[str, typer.Option(help="What was put back, and from when; it is kept.")],
+    reason: Reason,
     actor: Actor = "",
     yes: Yes = False,
     side: SideOption = Side.INNER,
@@ -81,7 +81,7 @@ def new(
 
     Exit codes: 0 begun, 1 you said no, or refused, 2 wrong, 3 out of reach.
 
-    Example: ergon facts epoch new --why "disk of Tuesday put back" --actor ada
+    Example: ergon facts epoch new --reason "disk of Tuesday put back" --actor ada
     """
 
     def work(store: Any) -> FactsExit:
@@ -93,7 +93,7 @@ def new(
         )
         if not yes and not typer.confirm(words, err=True):
             return _no()
-        begun = store.new_epoch(by=actor, why=why)
+        begun = store.new_epoch(by=actor, why=reason)
         typer.echo(jsons.dumps({"epoch": begun, "was": present}) if json else f"the store is in epoch {begun} now")
         return FactsExit.OK
 

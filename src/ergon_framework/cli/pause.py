@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from ergon_framework.cli.pause_work import paused_now
+from ergon_framework.cli.options import Actor, Reason, actor_name
+from ergon_framework.cli.pause_work import Pause, paused_now
 
 pause = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
 
@@ -18,8 +19,9 @@ def pause_(
         str, typer.Argument(metavar="TASK|QUEUE", help="Its name, as charge or orders; or MODULE:TASK, as app:charge.")
     ],
     *,
-    because: Annotated[str, typer.Option(metavar="TEXT", help="Why; whoever asks a worker is told.")] = "",
-    by: Annotated[str | None, typer.Option(metavar="NAME", help="Who says so. Default: the system's user.")] = None,
+    reason: Reason = "",
+    actor: Actor = "",
+    force: Annotated[bool, typer.Option("--force", help="Pause a name that no worker has yet.")] = False,
     wait: Annotated[
         float, typer.Option(min=0, max=86400, metavar="SECONDS", help="Wait so long until all have finished.")
     ] = 0.0,
@@ -36,6 +38,9 @@ def pause_(
     Exit codes: 0 paused, 1 the database did not answer, 2 the command line or the configuration is wrong, 3 not all had
     finished when the time of --wait was over.
 
-    Example: ergon pause charge --because "the bank doubles amounts" --wait 30
+    A name that no running worker has is refused with the nearest ones, unless --force is given.
+
+    Example: ergon pause charge --reason "the bank doubles amounts" --wait 30
     """
-    raise typer.Exit(paused_now(name, because=because, by=by, wait=wait, config=config, as_json=json))
+    order = Pause(name=name, reason=reason, actor=actor_name(actor), force=force, wait=wait)
+    raise typer.Exit(paused_now(order, config=config, as_json=json))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import getpass
 import importlib
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -68,14 +68,25 @@ class _Desk:
         self._lines.close()
 
 
-def paused_now(
-    name: str, *, because: str, by: str | None, wait: float, config: Path | None, as_json: bool
-) -> PauseExit:
-    """Pause what is called *name*, and wait until all have finished, if so asked."""
+@dataclass(frozen=True, kw_only=True)
+class Pause:
+    """What to pause, who says so and why, and how long to wait for the workers."""
+
+    name: str
+    reason: str
+    actor: str
+    force: bool
+    wait: float
+
+
+def paused_now(order: Pause, *, config: Path | None, as_json: bool) -> PauseExit:
+    """Carry *order* out, and wait until all workers have finished, if so asked."""
 
     def work(desk: _Desk) -> PauseExit:
-        meant = _meant(name)
-        desk.pause(meant, by=(by or getpass.getuser())[:_WORDS], because=because[:_WORDS])
+        meant, wait = _meant(order.name), order.wait
+        if not (order.force or ":" in order.name):
+            _refuse_unknown(meant, desk)
+        desk.pause(meant, by=order.actor[:_WORDS], because=order.reason[:_WORDS])
         until = time.monotonic() + wait
         while True:
             _, fleet = desk.survey()
@@ -89,7 +100,7 @@ def paused_now(
             workers = [asdict(each) for each in mine]
             _print({"name": meant, "finished": done, "workers": workers, "exit_code": int(code)})
         else:
-            _told_of(meant, mine, fleet)
+            tell(f"{clean(meant, _WORDS)} is paused", list(_rows(mine)))
         return code
 
     return _with(work, config=config, as_json=as_json)
@@ -126,7 +137,7 @@ def listed(*, config: Path | None, as_json: bool) -> PauseExit:
             typer.echo("nothing is paused")
         for one in pauses:
             rows = [("since", told(one.at)), ("by", clean(one.by, _WORDS))]
-            rows += [("because", clean(one.because, _WORDS))] if one.because else []
+            rows += [("reason", clean(one.because, _WORDS))] if one.because else []
             tell(clean(one.name, _WORDS), [*rows, *_rows([each for each in fleet if each.is_called(one.name)])])
         return PauseExit.OK
 
@@ -141,14 +152,22 @@ def _meant(name: str) -> str:
     return meant
 
 
+def _refuse_unknown(name: str, desk: _Desk) -> None:
+    """Refuse a name that neither a running worker nor an earlier pause has: it is probably mistyped."""
+    pauses, fleet = desk.survey()
+    known = {part for each in fleet for part in (each.task, each.queue)} | {one.name for one in pauses}
+    if name in known:
+        return
+    near = [repr(clean(one, _WORDS)) for one in get_close_matches(name, sorted(known), n=3)]
+    others = [repr(clean(one, _WORDS)) for one in sorted(known)]
+    hint = f"the nearest is {' or '.join(near)}" if near else f"running are {', '.join(others) or 'none'}"
+    raise ConfigurationError(
+        f"no running task or queue is called {clean(name, _WORDS)!r}: {hint}; to pause a name before its first worker "
+        "starts, add --force"
+    )
+
+
 # -- what is said ---------------------------------------------------------------------------------------
-
-
-def _told_of(name: str, mine: Sequence[Fetching], fleet: Sequence[Fetching]) -> None:
-    tell(f"{clean(name, _WORDS)} is paused", list(_rows(mine)))
-    if not mine:
-        known = ", ".join(sorted({clean(part, _WORDS) for each in fleet for part in (each.task, each.queue)}))
-        _say(f"no worker that runs is called {clean(name, _WORDS)!r}; there are: {known or 'none'}")
 
 
 def _rows(workers: Sequence[Fetching]) -> Iterator[tuple[str, str]]:

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from ergon_framework.cli import provider_work as work
+from ergon_framework.cli.options import Actor, Reason
 
 provider = typer.Typer(
     help="Shows how providers are, and lets operators overrule quota and breakers.",
@@ -48,8 +49,6 @@ Limit = Annotated[int, typer.Option(min=1, max=10_000, help="The most that are s
 Lasts = Annotated[
     float, typer.Option("--for", parser=lasting, metavar="TIME", help="How long it holds: 90s, 15m, 2h, 7d.")
 ]
-Reason = Annotated[str, typer.Option(help="Why; it is kept with your name.")]
-Actor = Annotated[str, typer.Option(envvar=["ERGON_ACTOR", "USER"], help="Who says so.")]
 
 
 @provider.command()
