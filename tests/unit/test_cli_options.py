@@ -6,7 +6,6 @@ from collections import defaultdict
 
 import pytest
 import typer
-from click import Group
 
 from ergon_framework.cli.app import app
 
@@ -14,8 +13,10 @@ REPLACED = {"--because": "--reason", "--why": "--reason", "--by": "--actor"}
 
 
 def commands(group, path=()):
-    for name, command in group.commands.items():
-        if isinstance(command, Group) or hasattr(command, "commands"):
+    context = typer.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        if hasattr(command, "list_commands"):
             yield from commands(command, (*path, name))
         else:
             yield (*path, name), command
@@ -29,6 +30,7 @@ def options():
         for parameter in command.params:
             for name in parameter.opts:
                 found[name][path] = getattr(parameter, "is_flag", False)
+    assert len(found["--json"]) > 10
     return found
 
 
