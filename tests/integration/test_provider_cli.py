@@ -63,6 +63,16 @@ def limited(dsn, used):
     )
 
 
+@pytest.mark.spec("DX-44")
+def test_calls_that_nobody_recorded_are_not_said_to_be_none(dsn):
+    limited(dsn, 25)
+    assert "not recorded" in run("health", "--tenant", "acme").splitlines()[2]
+    writer = MetricsWriter(dsn)
+    writer.record(attempt(created_at=time.time() - 7200))
+    assert writer.close(20)
+    assert "none in the last hour" in run("health", "--tenant", "acme").splitlines()[2]
+
+
 @pytest.mark.spec("PRV-14")
 def test_health_is_a_line_for_each_provider(dsn):
     called(dsn)

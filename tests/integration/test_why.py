@@ -270,6 +270,29 @@ def test_a_named_task_brings_its_policy_and_its_name(queue, shop):
     assert "process.retry.max_attempts 7" in why("order-1", "--task", f"{shop}:charge").stdout
 
 
+MOVES = """
+from ergon_framework import consumer
+from ergon_framework.connectors.postgres import PostgresQueue
+
+class Moving(PostgresQueue):
+    def trace(self, transaction_id):
+        self.fetch_transactions(1)
+        return super().trace(transaction_id)
+
+@consumer(Moving("orders"))
+def charge(order): ...
+"""
+
+
+@pytest.mark.spec("RUN-06", "DX-44")
+@pytest.mark.parametrize("option", ["--task", "--queue"])
+def test_one_that_moves_while_it_is_looked_for_is_shown_once(queue, tmp_path, monkeypatch, option):
+    sent(queue)
+    (tmp_path / f"moves_{option[2:]}.py").write_text(MOVES)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert only("order-1", option, f"moves_{option[2:]}:charge")["place"]["state"] == "ready"
+
+
 @pytest.mark.spec("RUN-06")
 def test_other_brokers_are_asked_by_their_contract(tmp_path, monkeypatch, shop):
     monkeypatch.chdir(tmp_path)

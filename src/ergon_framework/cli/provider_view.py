@@ -49,7 +49,7 @@ def _health(one: Any, now: datetime) -> list[Text]:
         _text(one.provider_name),
         _text(one.capability),
         Text(f"● {one.breaker_state}", style=_COLOURS.get(one.breaker_state, "")),
-        _rate(one.success_rate_1h),
+        _rate(one),
         _text("" if one.p95_latency_ms_1h is None else _latency(one.p95_latency_ms_1h)),
         _quota(one.quota, now),
         _text(error),
@@ -57,9 +57,12 @@ def _health(one: Any, now: datetime) -> list[Text]:
     ]
 
 
-def _rate(rate: float | None) -> Text:
+def _rate(one: Any) -> Text:
+    rate: float | None = one.success_rate_1h
     if rate is None:
-        return Text("no calls", style="dim")
+        # Quota and breaker may know of calls that no metrics were written for.
+        recorded = one.last_success_at is not None or one.last_error_at is not None
+        return Text("none in the last hour" if recorded else "not recorded", style="dim")
     colour = "red" if rate < _BAD else "yellow" if rate < _WORSE else "green"
     return _bar(rate, colour) + Text(f" {100 * rate:.1f} %")
 

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from ergon_framework.cli.dlq_work import opened
 from ergon_framework.connectors.base import ConnectorError
@@ -19,11 +19,21 @@ from ergon_framework.schema import libraries
 _WITHIN = 30.0
 
 
+@runtime_checkable
+class InDatabase(Protocol):
+    """A connector whose queue may be in the database."""
+
+    def is_in(self, dsn: str) -> bool:
+        """Tell whether the queue is in the database at *dsn*."""
+
+
 @dataclass(slots=True)
 class Connected:
     """One connector, named on the command line."""
 
     where: str
+    #: The address of the database whose queues are asked together; a queue in it is not asked a second time.
+    database: str | None = None
     #: The name of its queue, once it was asked.
     queue: str | None = None
     #: What it cannot say.
@@ -36,6 +46,9 @@ class Connected:
     def ask(self, question: Question) -> Sequence[History]:
         with opened(self.where) as connector:
             self.queue = connector.name
+            if self.database and isinstance(connector, InDatabase) and connector.is_in(self.database):
+                self.note = "asked with the queues of the database"
+                return ()
             if isinstance(connector, Traceable):
                 return connector.trace(question.id)
             notes = [] if connector.capabilities.dead_letters else ["keeps no dead letters"]

@@ -151,7 +151,7 @@ def _asked(
     question: Question, *, tasks: Sequence[str], queues: Sequence[str], found: Settings
 ) -> tuple[Inquiry, list[Account]]:
     """The answers, and what is made of them."""
-    connected = [Connected(where) for where in dict.fromkeys((*tasks, *queues))]
+    connected = [Connected(where, found.postgres.dsn) for where in dict.fromkeys((*tasks, *queues))]
     if not connected and not found.postgres.dsn:
         raise ConfigurationError(
             "there is nobody to ask: set ERGON_POSTGRES__DSN, or name a task or connector with --task or --queue"

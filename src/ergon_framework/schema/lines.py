@@ -71,6 +71,12 @@ def options_of(dsn: str, silence: Mapping[str, Any] = SILENCE) -> dict[str, Any]
         ) from None
 
 
+def is_same_database(one: str, other: str) -> bool:
+    """Tell whether two addresses name the same database; who connects, and how, makes no difference."""
+    named = [{key: options_of(dsn).get(key) for key in ("host", "hostaddr", "port", "dbname")} for dsn in (one, other)]
+    return named[0] == named[1]
+
+
 class Lines:
     """Connections for both flavours; at most *most* each, whoever comes later waits.
 

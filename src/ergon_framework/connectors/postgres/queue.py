@@ -37,6 +37,7 @@ from ergon_framework.connectors.postgres.settling import Settler
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.finding import Finding, Wall
 from ergon_framework.history import History
+from ergon_framework.schema.lines import is_same_database
 from ergon_framework.schema.operation import Operation, Query
 from ergon_framework.scope import current
 from ergon_framework.transaction import Transaction
@@ -515,6 +516,10 @@ class PostgresQueue(Connector, AsyncConnector):
     def _queued(self, home: Home, ids: Collection[str]) -> Operation[set[str]]:
         number = yield from self._opened(home)
         return (yield from burials.queued(number, list(ids)))
+
+    def is_in(self, dsn: str) -> bool:
+        """Tell whether this queue is in the database at *dsn*."""
+        return is_same_database(self._address(), dsn)
 
     def trace(self, transaction_id: str) -> Sequence[History]:
         """What this queue knows of a transaction: where it is, the attempts that travel with it, that it is done."""
