@@ -24,13 +24,16 @@ class ErgonError(Exception):
     ``category`` says what kind of failure it is, ``retry_after`` is the least number of seconds
     to wait before another attempt, ``final`` means that a lower layer has already given up, ``later``
     that nothing was tried, so that coming back after ``retry_after`` costs no attempt, and ``code``
-    is a short stable word for machines. What is BUSINESS or ``final`` is never later.
+    is a short stable word for machines. What is BUSINESS or ``final`` is never later. ``temporary``
+    means that a service which the handler depends on is unavailable: a consumer's process step defers
+    the transaction at no cost, also if the error is ``final``, until ``loop.max_deferral`` has passed.
     """
 
     category: Category = Category.SYSTEM
     retry_after: float | None = None
     final: bool = False
     later: bool = False
+    temporary: bool = False
     code: str | None = None
     #: What a failure record says of it besides, by the names of the record's own fields.
     particulars: Mapping[str, Any] = MappingProxyType({})
@@ -43,6 +46,7 @@ class ErgonError(Exception):
         retry_after: float | None = None,
         final: bool | None = None,
         later: bool | None = None,
+        temporary: bool | None = None,
         code: str | None = None,
     ) -> None:
         super().__init__(message)
@@ -57,6 +61,8 @@ class ErgonError(Exception):
             self.final = final
         if later is not None:
             self.later = later
+        if temporary is not None:
+            self.temporary = temporary
         if code is not None:
             self.code = str(code)
 

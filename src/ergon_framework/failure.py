@@ -31,6 +31,34 @@ class Attempt(BaseModel):
     delay: float | None = None
 
 
+class Deferral(BaseModel):
+    """How often a transaction was deferred because a service was unavailable, as it travels with the transaction.
+
+    Times are seconds since the epoch. ``since`` is the first deferral, ``at`` the latest one, and ``until``
+    the end of ``loop.max_deferral`` as the policy was then. ``exempt`` is the time that the transaction has
+    waited for a circuit breaker since the first deferral: it does not count towards the limit. ``code`` and
+    ``error`` are those of the latest deferral.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    count: int = Field(ge=1)
+    since: float = Field(allow_inf_nan=False)
+    at: float = Field(allow_inf_nan=False)
+    until: float = Field(allow_inf_nan=False)
+    exempt: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    code: str | None = None
+    error: str = Field("", max_length=MESSAGE)
+
+    def elapsed(self, now: float) -> float:
+        """Return the seconds since the first deferral that count towards the limit."""
+        return now - self.since - self.exempt
+
+    def add_exempt(self, seconds: float) -> Deferral:
+        """Return a copy whose limit is *seconds* later: the transaction waits for a circuit breaker."""
+        return self.model_copy(update={"exempt": self.exempt + seconds, "until": self.until + seconds})
+
+
 class Failure(BaseModel):
     """Why a piece of work ended badly: one shape for every part, so that one tool can read them all.
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Protocol, TypeAlias, runtime_checkable
 
 from ergon_framework.errors import ConfigurationError
-from ergon_framework.failure import EDITED, Attempt
+from ergon_framework.failure import EDITED, Attempt, Deferral
 
 #: The longest id that is asked for: as long as a header or a fact may have it.
 LONGEST = 256
@@ -151,6 +152,26 @@ def tried(attempts: Sequence[Attempt]) -> tuple[Event, ...]:
         )
         for past in attempts
     )
+
+
+def deferred(deferral: Deferral | None) -> tuple[Event, ...]:
+    """The latest deferral because of an unavailable service, with how many there were, since when and until when."""
+    if deferral is None:
+        return ()
+    words = f"{deferral.code}: {deferral.error}" if deferral.code else deferral.error
+    values: dict[str, Value] = {
+        "times": deferral.count,
+        "since": _moment(deferral.since),
+        "at the latest until": _moment(deferral.until),
+    }
+    return (Event(at=deferral.at, what="deferred", words=words, values=values),)
+
+
+def _moment(at: float) -> str:
+    try:
+        return datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+    except (ValueError, OverflowError, OSError):  # another program wrote it
+        return str(at)
 
 
 def in_order(events: Sequence[Event]) -> tuple[Event, ...]:

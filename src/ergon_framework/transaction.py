@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn, Self
 
 from ergon_framework import scope
-from ergon_framework.failure import Attempt
+from ergon_framework.failure import Attempt, Deferral
 
 #: How many past attempts travel with a transaction.
 HISTORY = 10
@@ -34,6 +34,7 @@ class _Draft:
         "causation",
         "correlation",
         "created_at",
+        "deferral",
         "expires_at",
         "history",
         "id",
@@ -59,6 +60,7 @@ class _Draft:
     expires_at: float | None
     attempts: int
     history: tuple[Attempt, ...]
+    deferral: Deferral | None
     trace: Mapping[str, str]
 
 
@@ -67,7 +69,8 @@ class Transaction(_Draft):
 
     ``id`` is stable across redeliveries; ``source`` names where ids are unique. ``key`` orders:
     two transactions with one key never run at once. ``attempts`` counts the process attempts of
-    earlier deliveries, ``history`` holds the last ten of them, ``trace`` is the trace carrier.
+    earlier deliveries, ``history`` holds the last ten of them, ``deferral`` counts how often it was
+    deferred because a service was unavailable, ``trace`` is the trace carrier.
     Times are seconds since the epoch.
     """
 
@@ -89,6 +92,7 @@ class Transaction(_Draft):
         expires_at: float | None = None,
         attempts: int = 0,
         history: tuple[Attempt, ...] = (),
+        deferral: Deferral | None = None,
         trace: Mapping[str, str] = _NOTHING,
     ) -> Self:
         if not id:
@@ -111,6 +115,7 @@ class Transaction(_Draft):
         draft.expires_at = expires_at
         draft.attempts = attempts
         draft.history = history
+        draft.deferral = deferral
         draft.trace = trace
         draft.__class__ = cls
         return draft  # type: ignore[return-value]
@@ -151,6 +156,10 @@ class Transaction(_Draft):
     def replace(self, **changes: Any) -> Self:
         """A copy with *changes*."""
         return type(self)(**{name: getattr(self, name) for name in _Draft.__slots__} | changes)
+
+    def reset(self) -> Self:
+        """Return a copy with nothing counted against it: no attempts, no history, no deferrals."""
+        return self.replace(attempts=0, history=(), deferral=None)
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
         raise AttributeError(f"a transaction is frozen; use replace({name}=...) for a changed copy")

@@ -304,9 +304,34 @@ def test_a_handler_that_meets_a_full_buffer_comes_later_and_loses_no_attempt(fla
     assert stored(store) == []
 
 
-def consumed(flavour, *, fail_first=False, **store):
+@pytest.mark.spec("DX-41", "FAC-05")
+def test_a_handler_that_meets_an_unavailable_boundary_is_deferred_until_it_is_back(flavour):
+    boundary = Unavailable(calls=6)
+    loop = {"streaming": True, "timeout": 30.0, "limit": 4, "max_deliveries": 1}
+    store, report, runs = consumed(flavour, boundary=boundary, max_retries=1, loop=loop)
+    # Two calls for each delivery: three deliveries find the boundary away, the fourth one appends.
+    assert (report.counts["deferred"], report.counts["succeeded"], len(runs)) == (3, 1, 1)
+    assert [fact.offset for fact in stored(store)] == [1]
+    assert boundary.calls == 0
+
+
+class Unavailable(MemoryBoundary):
+    """A boundary that cannot be reached for the first *calls* calls."""
+
+    def __init__(self, calls):
+        super().__init__()
+        self.calls = calls
+
+    def append_facts(self, facts):
+        if self.calls:
+            self.calls -= 1
+            raise ConnectionLost("AppendFact has no answer, UNAVAILABLE")
+        return super().append_facts(facts)
+
+
+def consumed(flavour, *, fail_first=False, boundary=None, max_retries=None, loop=None, **store):
     """One order through a consumer that appends a fact; the store, the report, and the runs that came that far."""
-    boundary, orders, runs = MemoryBoundary(**store), MemoryConnector("orders"), []
+    boundary, orders, runs = boundary or MemoryBoundary(**store), MemoryConnector("orders"), []
     orders.dispatch([orders.transaction({}, id="order-7")])
     stated = {"subject": "order:7", "predicate": "paid"}
 
@@ -316,7 +341,7 @@ def consumed(flavour, *, fail_first=False, **store):
             raise ConnectionError("lost right after the append")
 
     if flavour == "threads":
-        facts = Facts(boundary, zone="Plant A")
+        facts = Facts(boundary, zone="Plant A", max_retries=max_retries)
 
         @consumer(orders)
         def handle(order):
@@ -324,14 +349,15 @@ def consumed(flavour, *, fail_first=False, **store):
             appended()
 
     else:
-        async_facts = AsyncFacts(boundary, zone="Plant A")
+        async_facts = AsyncFacts(boundary, zone="Plant A", max_retries=max_retries)
 
         @consumer(orders)
         async def handle(order):
             await async_facts.append("Enterprise", **stated)
             appended()
 
-    made = handle.consume_transactions(ConsumerPolicy.load({"steps": {"process": {"retry": {"backoff": 0.0}}}}))
+    rules = {"loop": loop or {}, "steps": {"process": {"retry": {"backoff": 0.0}}}}
+    made = handle.consume_transactions(ConsumerPolicy.load(rules))
     return boundary, made if flavour == "threads" else asyncio.run(made), runs
 
 

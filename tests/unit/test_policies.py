@@ -101,7 +101,14 @@ def test_the_defaults_are_the_documented_ones():
     loop |= {"limit": None, "drain_timeout": 30}
     assert ConsumerPolicy().model_dump() == {
         "loop": loop
-        | {"prefetch": 0, "linger": 0.002, "streaming": False, "identity_delay": 1, "max_deliveries": 10}
+        | {
+            "prefetch": 0,
+            "linger": 0.002,
+            "streaming": False,
+            "identity_delay": 1,
+            "max_deliveries": 10,
+            "max_deferral": 3600,
+        }
         | {"empty_queue": {"backoff": 0.5, "multiplier": 2, "cap": 5}},
         "steps": {
             "fetch": {"retry": retry | {"timeout": 30}, "extra": {}},

@@ -87,8 +87,9 @@ def test_a_provider_is_stacked_once_and_multiplies():
         "name": "bank charge",
         "attempts": 4,
         "timeout": 90.0,
-        "calls": 20,
-        "calls_with_crashes": 200,
+        "attempt_timeout": None,
+        "calls": 624,
+        "calls_with_crashes": 804,
     }
     assert any(
         "bank charge may take 1 min 30 s, but an attempt of process ends after 1 min" in x for x in said["advice"]
@@ -103,10 +104,28 @@ def test_the_same_in_words():
         "10 s, 20 s",
         "±20%",
         "calls of process:           5; 50 with a crash in each delivery",
-        "stacked: bank charge tries 4 times within 1 min 30 s: 20 calls of it for one transaction, 200 with crashes",
+        "a service is unavailable:   deferred for 1 h since the first time (loop.max_deferral), at most 151 times",
+        "stacked: bank charge tries 4 times within 1 min 30 s: 624 calls of it for one transaction, 804 with crashes",
         "lasts 30 s and is renewed for as long as the transaction takes",
     ):
         assert said in done.stdout
+
+
+@pytest.mark.spec("DX-27")
+def test_deferrals_and_the_timeout_of_one_attempt_are_shown(tmp_path):
+    _, said = told("tills:charge")
+    assert (said["worst"]["max_deferral"], said["worst"]["deferrals"]) == (3600.0, 151)
+    assert any("a bank charge that hangs gets one attempt of 4" in advice for advice in said["advice"])
+    changed = PROGRAM.replace('"timeout": 90.0,', '"timeout": 90.0, "attempt_timeout": 20.0,')
+    (tmp_path / "tills.py").write_text(changed, encoding="utf-8")
+    sys.modules.pop("tills")
+    (tmp_path / "off.toml").write_text("[loop]\nmax_deferral = 0\n")
+    done = run("explain", "tills:charge", "--policy", "off.toml")
+    assert "no deferral (loop.max_deferral is 0)" in done.stdout
+    assert "tries 4 times within 1 min 30 s, each at most 20 s: 12 calls of it" in done.stdout
+    assert "hangs gets one attempt" not in done.stdout
+    (tmp_path / "any.toml").write_text("[steps.process.retry]\nbackoff = 0\n")
+    assert "at most any number of times" in run("explain", "tills:charge", "--policy", "any.toml").stdout
 
 
 def test_a_policy_that_the_broker_cannot_hold_is_refused():

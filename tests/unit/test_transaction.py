@@ -50,8 +50,8 @@ def below_handler(function, handled=FULL):
 # -- the envelope ---------------------------------------------------------------------------------
 
 
-def test_the_envelope_has_fourteen_fields():
-    assert len(FIELDS) == 14
+def test_the_envelope_has_fifteen_fields():
+    assert len(FIELDS) == 15
 
 
 def test_only_the_id_is_needed():
@@ -70,6 +70,7 @@ def test_only_the_id_is_needed():
         "expires_at": None,
         "attempts": 0,
         "history": (),
+        "deferral": None,
         "trace": {},
     }
 

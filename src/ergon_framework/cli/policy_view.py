@@ -11,10 +11,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ergon_framework.task.worst import StepCase, Wait
+from ergon_framework.task.worst import StepCase, Wait, WorstCase
 
 if TYPE_CHECKING:
-    from ergon_framework.cli.policy_work import Explained
+    from ergon_framework.cli.policy_work import Explained, Stacked
 
 #: Waits that are shown one by one.
 _SHOWN = 6
@@ -65,12 +65,14 @@ def _sums(found: Explained) -> Sequence[str]:
         f"worst case of one delivery: {seconds(worst.busy)} from its first attempt until it is settled",
         f"worst case of its claim:    {seconds(worst.held)}, with the wait for others before it begins",
         f"deferred:                   {_deferred(worst.process)}",
+        f"a service is unavailable:   {_unavailable(worst)}",
         f"calls of process:           {worst.calls}; {worst.calls_with_crashes} with a crash in each delivery",
         f"the claim:                  {_claim(found)}",
     ]
     lines += [
-        f"stacked: {one.name} tries {one.attempts} times within {seconds(one.timeout)}: {one.calls} calls of it for "
-        f"one transaction, {one.calls_with_crashes} with crashes"
+        f"stacked: {one.name} tries {one.attempts} times within {seconds(one.timeout)}{_each(one)}: "
+        f"{_count(one.calls)} calls of it for one transaction, {_count(one.calls_with_crashes)} with crashes; "
+        "an open breaker defers without a call, and each of its probes is a call more"
         for one in found.stacked
     ]
     return lines
@@ -95,6 +97,23 @@ def _lengths(waits: Sequence[Wait]) -> str:
 
 def _deferred(step: StepCase) -> str:
     return f"up to {seconds(step.deferred)} in all, held by the broker" if step.deferred else "no wait is that long"
+
+
+def _unavailable(worst: WorstCase) -> str:
+    if not worst.max_deferral:
+        return "no deferral (loop.max_deferral is 0): a dead letter when the provider's own attempts are spent"
+    return (
+        f"deferred for {seconds(worst.max_deferral)} since the first time (loop.max_deferral), at most "
+        f"{_count(worst.deferrals)} times; costs no attempt and no delivery"
+    )
+
+
+def _each(one: Stacked) -> str:
+    return "" if one.attempt_timeout is None else f", each at most {seconds(one.attempt_timeout)}"
+
+
+def _count(number: float) -> str:
+    return "any number of" if isinf(number) else f"{number:.0f}"
 
 
 def _claim(found: Explained) -> str:

@@ -45,9 +45,11 @@ class Stacked:
     name: str
     attempts: int
     timeout: float
-    #: Calls that it may see for one transaction if each attempt of the body calls it once.
-    calls: int
-    calls_with_crashes: int
+    #: Seconds for one attempt; None where it may use what is left of *timeout*.
+    attempt_timeout: float | None
+    #: Calls that it may see for one transaction if each run of the body calls it once, deferrals included.
+    calls: float
+    calls_with_crashes: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +117,9 @@ def _stacked(provider: Provider[Any, Any], worst: WorstCase) -> Stacked:
         name=f"{provider.provider_name} {provider.capability}",
         attempts=attempts,
         timeout=provider.policy.timeout,
-        calls=attempts * worst.calls,
-        calls_with_crashes=attempts * worst.calls_with_crashes,
+        attempt_timeout=provider.policy.attempt_timeout,
+        calls=attempts * (worst.calls + worst.deferrals),
+        calls_with_crashes=attempts * (worst.calls_with_crashes + worst.deferrals),
     )
 
 
@@ -147,6 +150,12 @@ def _advice(policy: ConsumerPolicy, worst: WorstCase, stacked: Sequence[Stacked]
         f"{view.seconds(worst.process.timeout)}: its last attempts are cut off; lower the provider's timeout"
         for one in stacked
         if one.timeout > worst.process.timeout
+    ]
+    said += [
+        f"a {one.name} that hangs gets one attempt of {one.attempts}, because an attempt may use the whole timeout "
+        f"({view.seconds(one.timeout)}); set attempt_timeout in its policy"
+        for one in stacked
+        if one.attempts > 1 and (one.attempt_timeout is None or one.attempt_timeout >= one.timeout)
     ]
     return said
 

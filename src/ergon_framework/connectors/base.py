@@ -12,10 +12,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self, TypeAlias
 
 from ergon_framework.errors import ConfigurationError, ErgonError
-from ergon_framework.failure import Attempt, Failure
+from ergon_framework.failure import Attempt, Deferral, Failure
 from ergon_framework.telemetry.context import carried
 from ergon_framework.transaction import Transaction
 
@@ -73,16 +73,26 @@ class Ack(Settlement):
 class Later(Settlement):
     """Deliver it again after *delay* seconds, held by the broker; it costs no delivery.
 
-    ``attempts`` and ``history`` are what the transaction carries from then on.
+    ``attempts``, ``history`` and ``deferral`` are what the transaction carries from then on.
     """
 
     delay: float
     attempts: int = 0
     history: tuple[Attempt, ...] = ()
+    deferral: Deferral | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.delay < float("inf"):  # also refuses NaN
             raise ValueError(f"a delay must be a finite number of seconds >= 0, not {self.delay!r}")
+
+    @classmethod
+    def unchanged(cls, delay: float, transaction: Transaction) -> Self:
+        """Return a settlement that brings *transaction* back as it came."""
+        return cls(delay, transaction.attempts, transaction.history, transaction.deferral)
+
+    def apply(self, transaction: Transaction) -> Transaction:
+        """Return *transaction* as it comes back."""
+        return transaction.replace(attempts=self.attempts, history=self.history, deferral=self.deferral)
 
 
 @dataclass(slots=True, frozen=True)

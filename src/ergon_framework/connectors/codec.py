@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple, NoReturn, Protocol
 from pydantic import TypeAdapter
 
 from ergon_framework.connectors.base import ConnectorError, UndecodableError
-from ergon_framework.failure import Attempt
+from ergon_framework.failure import Attempt, Deferral
 from ergon_framework.transaction import HISTORY, Transaction
 
 #: Largest body that is read or written unless the codec is told otherwise.
@@ -50,6 +50,7 @@ class Form(StrEnum):
     COUNT = "count"
     TIME = "time"
     HISTORY = "history"
+    DEFERRAL = "deferral"
     TRACE = "trace"
 
 
@@ -77,11 +78,14 @@ WIRE: Final = (
     Wire("expires_at", "ergon-expires-at", Form.TIME, 35),
     Wire("attempts", "ergon-attempts", Form.COUNT, 9, 0),
     Wire("history", "ergon-history", Form.HISTORY, 16384, ()),
+    Wire("deferral", "ergon-deferral", Form.DEFERRAL, 8192),
     Wire("trace", "traceparent", Form.TRACE, 512),
     Wire("trace", "tracestate", Form.TRACE, 4096),
     Wire("trace", "baggage", Form.TRACE, 8192),
 )
 
+#: What a transaction carries from one delivery to the next, and loses when its dead letter is replayed.
+PROGRESS: Final = ("ergon-attempts", "ergon-history", "ergon-deferral")
 _FIELDS: Final = tuple(row for row in WIRE if row.form is not Form.TRACE)
 _TRACE: Final = tuple(row for row in WIRE if row.form is Form.TRACE)
 
@@ -140,6 +144,10 @@ def _read_history(text: str) -> tuple[Attempt, ...]:
     return _ATTEMPTS.validate_python(_DECODER.decode(text))[-HISTORY:]
 
 
+def _read_deferral(text: str) -> Deferral:
+    return Deferral.model_validate(_DECODER.decode(text))
+
+
 # What is written here can be read above: each writer refuses what its reader would.
 
 
@@ -183,12 +191,17 @@ def _write_history(history: tuple[Attempt, ...]) -> str:
     return text
 
 
+def _write_deferral(deferral: Deferral) -> str:
+    return _ASCII_ENCODER.encode(deferral.model_dump(mode="json"))
+
+
 _READ: Final[dict[Form, Callable[[str], Any]]] = {
     Form.ID: _read_id,
     Form.TEXT: _read_text,
     Form.COUNT: _read_count,
     Form.TIME: _read_time,
     Form.HISTORY: _read_history,
+    Form.DEFERRAL: _read_deferral,
     Form.TRACE: _read_text,
 }
 _WRITE: Final[dict[Form, Callable[[Any], str]]] = {
@@ -197,6 +210,7 @@ _WRITE: Final[dict[Form, Callable[[Any], str]]] = {
     Form.COUNT: _write_count,
     Form.TIME: _write_time,
     Form.HISTORY: _write_history,
+    Form.DEFERRAL: _write_deferral,
 }
 #: By header, what is needed to read it, laid out once: it is asked for every header of every message. What belongs to
 #: a trace has no reader, because it is never refused.

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from ergon_framework.connectors.base import ConnectorError, DeadLetter, Delivery
 from ergon_framework.errors import Category, ConfigurationError
-from ergon_framework.failure import EDITED, MESSAGE, Attempt, Failure, latest
+from ergon_framework.failure import EDITED, MESSAGE, Attempt, Deferral, Failure, latest
 from ergon_framework.transaction import HISTORY, Transaction
 
 #: The largest number that can be a place: what stores can count to.
@@ -49,6 +49,7 @@ class Envelope(BaseModel):
     expires_at: float | None = None
     attempts: int = 0
     history: tuple[Attempt, ...] = ()
+    deferral: Deferral | None = None
     trace: dict[str, str] = Field(default_factory=dict)
 
 
@@ -124,11 +125,11 @@ class DeadLetterRecord(BaseModel):
             attempt=0, category=Category.BUSINESS, code=EDITED, error=f"by {by}: {words}"[:MESSAGE], at=at, delay=None
         )
         edits = tuple(each for each in past if each.code == EDITED)
-        return self.transaction().replace(payload=payload, attempts=0, history=latest((*edits, note), HISTORY))
+        return self.transaction().reset().replace(payload=payload, history=latest((*edits, note), HISTORY))
 
     def fresh(self) -> Transaction:
         """The transaction for another try: the same id and correlation, nothing counted against it."""
-        return self.transaction().replace(attempts=0, history=())
+        return self.transaction().reset()
 
 
 def _trace_id(transaction: Transaction) -> str | None:

@@ -262,7 +262,7 @@ class MemoryConnector(Connector, AsyncConnector):
 
     def _put_later(self, message: _Message, delivery: Delivery, *, later: Later) -> bool:
         if message.readable:  # what could not be read goes back as it came
-            transaction = delivery.transaction.replace(attempts=later.attempts, history=later.history)
+            transaction = later.apply(delivery.transaction)
             try:
                 message.content = transaction if self._codec is None else self._codec.encode(transaction)
             except UnencodableError:

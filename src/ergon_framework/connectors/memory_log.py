@@ -277,7 +277,7 @@ class MemoryLog(Connector, AsyncConnector):
                 self.side.forget(place)
                 partition.settled(place.offset)
             case Later():
-                changed = delivery.transaction.replace(attempts=settlement.attempts, history=settlement.history)
+                changed = settlement.apply(delivery.transaction)
                 kept = Kept(now + settlement.delay, place, changed)
                 # Beside the log first: a crash in between must find it there.
                 self.side.keep(kept)

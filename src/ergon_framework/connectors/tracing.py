@@ -8,7 +8,7 @@ from typing import Any
 from ergon_framework.connectors.base import Connector
 from ergon_framework.connectors.deadletters import DeadLetterQuery, DeadLetterRecord
 from ergon_framework.failure import Attempt, Failure
-from ergon_framework.history import Event, History, Kind, Place, State, Value, in_order, tried
+from ergon_framework.history import Event, History, Kind, Place, State, Value, deferred, in_order, tried
 
 #: The most of one id that are told of.
 MOST = 100
@@ -73,7 +73,9 @@ def dead(
         id=transaction_id,
         where=queue,
         about=told,
-        events=in_order((*created(envelope.get("created_at")), *tried(history), end)),
+        events=in_order(
+            (*created(envelope.get("created_at")), *tried(history), *deferred(envelope.get("deferral")), end)
+        ),
         place=Place(state=State.DEAD, since=at, handle=handle, words=reason),
     )
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 from ergon_framework.engine.effects import NEVER, Call, Script, gone, sleep
 from ergon_framework.engine.outcome import Err, Expired, Ok, Stopped
 from ergon_framework.errors import Category, ErgonError
+from ergon_framework.failure import Deferral, describe
 from ergon_framework.scope import Scope
 from ergon_framework.transaction import Transaction
 
@@ -43,11 +44,12 @@ class StepWatch(Protocol):
 class Step:
     """One step: what to call, under which policy, and how its failures are to be read.
 
-    *defers* says that a wait beyond ``retry.hold`` goes back to the broker instead of being slept,
-    and so does whatever says that nothing was tried, however short the wait is.
+    *defers* says that a wait beyond ``retry.hold`` goes back to the broker instead of being slept. So does
+    every error that says that nothing was tried, and every temporary one, however short the wait is; the
+    temporary ones for *max_deferral* seconds since the first of them.
     """
 
-    __slots__ = ("classify", "defers", "expired", "fn", "name", "retry")
+    __slots__ = ("classify", "defers", "expired", "fn", "max_deferral", "name", "retry")
 
     def __init__(
         self,
@@ -58,6 +60,7 @@ class Step:
         classify: Callable[[BaseException], ErgonError],
         expired: Callable[[str], ErgonError],
         defers: bool = False,
+        max_deferral: float = 0.0,
     ) -> None:
         self.name = name
         self.fn = fn
@@ -65,6 +68,7 @@ class Step:
         self.classify = classify
         self.expired = expired
         self.defers = defers
+        self.max_deferral = max_deferral
 
 
 class Note:
@@ -92,14 +96,18 @@ class Failed:
 
 
 class Deferred:
-    """The wait before the next attempt is too long to be slept through here, or nothing could be tried at all."""
+    """The broker holds the transaction for *delay* seconds; *deferral* is what it carries from then on.
 
-    __slots__ = ("attempt", "delay", "error")
+    The wait is too long to be slept through here, nothing could be tried, or a service is unavailable.
+    """
 
-    def __init__(self, error: ErgonError, attempt: int, delay: float) -> None:
+    __slots__ = ("attempt", "deferral", "delay", "error")
+
+    def __init__(self, error: ErgonError, attempt: int, delay: float, deferral: Deferral | None = None) -> None:
         self.error = error
         self.attempt = attempt
         self.delay = delay
+        self.deferral = deferral
 
 
 Ended: TypeAlias = Ok | Failed | Deferred | Stopped
@@ -131,18 +139,44 @@ def attempts(
         if type(answer) is Ok or type(answer) is Stopped:
             return answer
         error = _read(step, answer, until - now)
-        if step.defers and _untried(error):
-            # Nothing was tried, so there is nothing to note: neither an attempt nor a line of history.
-            return Deferred(error, number, _delay(step.retry, number, error, senses))
+        if step.defers:
+            deferred = _defer(step, error, number, transaction.deferral, senses)
+            if deferred is not None:
+                return deferred
         note = Note(step.name, number, error, at=senses.wall())
         notes.append(note)
-        ended = yield from _after(step, answer, note, senses=senses, limit=limit)
+        ended = yield from _after(step, answer, note, transaction, senses=senses, limit=limit)
         if ended is not None:
             return ended
         number += 1
 
 
-def _after(step: Step, answer: Err | Expired, note: Note, *, senses: Senses, limit: float) -> Script[Ended | None]:
+def _defer(step: Step, error: ErgonError, number: int, past: Deferral | None, senses: Senses) -> Deferred | None:
+    """Return a deferral that counts neither as an attempt nor in the history; None if *error* is a failed attempt."""
+    if _untried(error):
+        delay = _delay(step.retry, number, error, senses)
+        return Deferred(error, number, delay, None if past is None else past.add_exempt(delay))
+    if not error.temporary or error.category is Category.BUSINESS:
+        return None
+    now = senses.wall()
+    if (0.0 if past is None else past.elapsed(now)) >= step.max_deferral:
+        return None
+    count, since, exempt = (0, now, 0.0) if past is None else (past.count, past.since, past.exempt)
+    deferral = Deferral(
+        count=count + 1,
+        since=since,
+        at=now,
+        until=since + exempt + step.max_deferral,
+        exempt=exempt,
+        code=error.code,
+        error=describe(error),
+    )
+    return Deferred(error, number, _delay(step.retry, count, error, senses), deferral)
+
+
+def _after(
+    step: Step, answer: Err | Expired, note: Note, transaction: Transaction, *, senses: Senses, limit: float
+) -> Script[Ended | None]:
     """After a failed attempt: wait for the next one and answer None, or say how the step ends."""
     error, number, retry = note.error, note.attempt, step.retry
     if isinstance(answer, Expired):
@@ -156,7 +190,7 @@ def _after(step: Step, answer: Err | Expired, note: Note, *, senses: Senses, lim
     delay = _delay(retry, number, error, senses)
     if step.defers and delay > retry.hold:
         note.delay = delay
-        return Deferred(error, number, delay)
+        return Deferred(error, number, delay, transaction.deferral)
     if now + delay >= limit:
         return Failed(error, number)
     note.delay = delay

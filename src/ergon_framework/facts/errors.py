@@ -121,7 +121,10 @@ class ReaderUnknown(FactError):
 
 
 class PublishError(FactError):
-    """It was tried for as long as the policy allows; nobody above should begin anew. The cause says why it failed."""
+    """It was tried for as long as the policy allows; no layer above tries again at once. The cause says why it failed.
+
+    ``temporary`` where the boundary was unavailable: a consumer's process step defers the transaction.
+    """
 
     final = True
     code = "unpublished"

@@ -334,7 +334,7 @@ class FactLog:
             case Ack():
                 return Acked(offset, aside)
             case Later():
-                changed = delivery.transaction.replace(attempts=settlement.attempts, history=settlement.history)
+                changed = settlement.apply(delivery.transaction)
                 self._codec.encode(changed)  # what could not be written could not be kept by a side store that lasts
                 kept = Kept(self._wall() + settlement.delay, hold.partition.place(offset), changed)
                 return Delayed(offset, aside, kept)

@@ -218,5 +218,6 @@ def _hopeless(error: BaseException) -> bool:
 def _given_up(step: str, error: BaseException, attempts: int) -> PublishError:
     return PublishError(
         f"{step} failed {attempts} times and is given up: {type(error).__name__}: {text(error)}",
+        temporary=True,
         code=getattr(error, "code", None),
     )

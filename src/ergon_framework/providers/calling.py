@@ -181,7 +181,8 @@ class _Execution:
         """One call, concluded; None if another one is to follow after the wait that was noted."""
         means, number, clock = self._means, len(self._tried) + 1, self._means.senses.clock
         began = clock()
-        answer: Answer = yield self._body(number)
+        until = self._attempt_end(began)
+        answer: Answer = yield self._body(number, until)
         if isinstance(answer, Stopped) or (isinstance(answer, Err) and not isinstance(answer.error, Exception)):
             # Nobody knows what became of it, and whoever waited for it has been called away.
             yield from self._concluded(admitted, Concluded(now=means.senses.wall(), last=True, doubt=True))
@@ -189,7 +190,7 @@ class _Execution:
             self._note(number, clock() - began, error=interrupted, outcome=Outcome.FAILED)
             return Err(answer.error if isinstance(answer, Err) else interrupted)
         over = clock()
-        ended = _read(answer, now=means.senses.wall(), allowed=self._last_call - began)
+        ended = _read(answer, now=means.senses.wall(), allowed=until - began)
         if isinstance(ended, Kept):
             self._tried.append(Tried(number, began, over - began))
             yield from self._concluded(admitted, Concluded(now=means.senses.wall(), last=True, doubt=True, kept=ended))
@@ -203,7 +204,9 @@ class _Execution:
         conclusion = Concluded(now=means.senses.wall(), last=last, doubt=self._doubt, error=ended)
         yield from self._concluded(admitted, conclusion)
         self._note(number, over - began, error=ended, outcome=Outcome.FAILED if last else Outcome.RETRY)
-        return self._ended(ended, why=decision.why) if isinstance(decision, GiveUp) else None
+        if not isinstance(decision, GiveUp):
+            return None
+        return self._ended(ended, why=decision.why, probe=admitted.leave.probe is not None)
 
     def _concluded(self, admitted: Admitted, concluded: Concluded) -> Script[None]:
         """Tell the books. What the call came to stands, whatever they answer."""
@@ -242,8 +245,14 @@ class _Execution:
             within=self._within(),
         )
 
-    def _body(self, number: int) -> Call:
-        means, left, outer = self._means, max(0.0, self._left()), self._means.outer
+    def _attempt_end(self, began: float) -> float:
+        """Return when an attempt that begins at *began* is abandoned."""
+        limit = self._means.policy.attempt_timeout
+        return self._last_call if limit is None else min(self._last_call, began + limit)
+
+    def _body(self, number: int, until: float) -> Call:
+        means, outer = self._means, self._means.outer
+        left = max(0.0, min(self._left(), until - means.senses.clock()))
         request = self._request
         context = ProviderExecutionContext(
             correlation_id=request.correlation_id,
@@ -256,7 +265,7 @@ class _Execution:
         inner = None
         if outer is not None:
             inner = Scope(outer.transaction, outer.step, outer.attempt, outer.clock() + left, outer.clock, outer)
-        return Call("provider", means.body, (context,), self._last_call, inner, means.watch.attempt(number))
+        return Call("provider", means.body, (context,), until, inner, means.watch.attempt(number))
 
     # -- its decisions ----------------------------------------------------------------------------
 
@@ -269,15 +278,21 @@ class _Execution:
         means = self._means
         return means.policy.retry.next(number, error, remaining=self._left(), dice=means.senses.dice)
 
-    def _ended(self, error: BaseException, *, why: Why | None = None) -> Err:
-        """The end without a result: *error* with its verdict, and with all that is known of the call."""
+    def _ended(self, error: BaseException, *, why: Why | None = None, probe: bool = False) -> Err:
+        """The end without a result: *error* with its verdict, and with all that is known of the call.
+
+        *probe* says that the half-open breaker had admitted the last attempt.
+        """
         if not isinstance(error, ProviderError):
             return Err(error)
         # The attempts keep the one that was raised: an error that held itself would keep the client's
         # sockets open until the garbage collector comes.
         mine = _own(error)
         mine.attempts = tuple(self._tried)
-        _judge(mine, why, tried=self._tried, left=self._left())
+        if mine.__cause__ is None and self._tried and self._tried[-1].error is not error:
+            # What was met between two attempts does not hide why there had to be a second one.
+            mine.__cause__ = self._tried[-1].error
+        _judge(mine, why, tried=self._tried, left=self._left(), probe=probe)
         request = self._request
         mine.particulars = {
             "provider_name": request.provider_name,
@@ -387,19 +402,35 @@ def _own(error: ProviderError) -> ProviderError:
     return mine.with_traceback(error.__traceback__)
 
 
-def _judge(error: ProviderError, why: Why | None, *, tried: list[Tried], left: float) -> None:
-    """Say what whoever is above should do: nothing more, unless there is a reason to come back."""
+def _judge(error: ProviderError, why: Why | None, *, tried: list[Tried], left: float, probe: bool) -> None:
+    """Give *error* its verdict: no layer above tries again at once, and a consumer defers what may pass."""
     if error.later:
+        return
+    error.temporary = _may_pass(error, why, tried=tried)
+    if probe and error.temporary:
+        # The failed probe has opened the breaker again, so this is the breaker's deferral: it has no limit.
+        error.later = True
         return
     if isinstance(error, ProviderQuotaExceededError):
         # Held back by ourselves: if nothing at all was sent, nothing was tried.
         error.later = not any(_was_sent(one) for one in tried)
+        error.temporary = not error.later
     elif why is Why.NO_TIME_LEFT and error.retry_after is not None and error.retry_after >= left:
         # The provider has asked for a pause that is longer than our budget; others may have the time.
         return
     elif tried and error.code != BOOKS_UNAVAILABLE:
         # Books that are away say nothing of the provider: an outage of ours must not end what it could still do.
         error.final = True
+
+
+def _may_pass(error: ProviderError, why: Why | None, *, tried: list[Tried]) -> bool:
+    """Return whether the provider, or the store of its state, is unavailable now and may not be later.
+
+    Where no attempt was made because the caller had no time left, the provider has failed nobody.
+    """
+    if error.code == BOOKS_UNAVAILABLE:
+        return True
+    return error.retryable and why is not Why.NOT_RETRYABLE and bool(tried)
 
 
 def _was_sent(tried: Tried) -> bool:

@@ -63,10 +63,17 @@ class ProviderError(ErgonError):
         category: Category | None = None,
         final: bool | None = None,
         later: bool | None = None,
+        temporary: bool | None = None,
         code: str | None = None,
     ) -> None:
         super().__init__(
-            clean(message), category=category, retry_after=retry_after, final=final, later=later, code=code
+            clean(message),
+            category=category,
+            retry_after=retry_after,
+            final=final,
+            later=later,
+            temporary=temporary,
+            code=code,
         )
         if http_status is not None:
             self.http_status = int(http_status)

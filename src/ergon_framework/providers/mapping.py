@@ -78,6 +78,7 @@ def _ours(error: ErgonError) -> ProviderError:
         retry_after=error.retry_after,
         final=error.final,
         later=error.later,
+        temporary=error.temporary,
         code=error.code,
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -32,6 +32,9 @@ class ProviderPolicy(Policy):
     """How the calls of a provider are made."""
 
     timeout: float = Field(default=30.0, gt=0, description="Seconds for a call with all its attempts and waits.")
+    attempt_timeout: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="Seconds for one attempt; null: what is left of timeout."
+    )
     retry: RetryPolicy = Field(default=RetryPolicy(), description="Attempts and waits.")
     breaker: BreakerPolicy = Field(default=BreakerPolicy(), description="When calls are held back, and how long.")
     quota: QuotaPolicy = Field(default=QuotaPolicy(), description="How many calls a window may see.")

@@ -38,11 +38,20 @@ class TransactionException(ErgonError):
         retry_after: float | None = None,
         final: bool | None = None,
         later: bool | None = None,
+        temporary: bool | None = None,
         code: str | None = None,
     ) -> None:
         if isinstance(message, Category):
             message, category = _category_first(message, category)
-        super().__init__(message, category=category, retry_after=retry_after, final=final, later=later, code=code)
+        super().__init__(
+            message,
+            category=category,
+            retry_after=retry_after,
+            final=final,
+            later=later,
+            temporary=temporary,
+            code=code,
+        )
 
 
 def _category_first(category: Category, message: str | None) -> tuple[str, Category]:

@@ -73,7 +73,7 @@ class Intake:
             return
         obstacle = self._admission.admit(delivery)
         if obstacle is not None:
-            later = Later(policy.identity_delay, attempts=transaction.attempts, history=transaction.history)
+            later = Later.unchanged(policy.identity_delay, transaction)
             self._settler.put(Item(delivery, later, Outcome(transaction, Kind.DEFERRED, reason=obstacle)))
 
     def head(self) -> Delivery | None:

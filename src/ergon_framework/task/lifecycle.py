@@ -89,7 +89,7 @@ def _wrapped(error: BaseException, category: Category, verdict: ErgonError | Non
     wrapped = TransactionException(message, category)
     if verdict is not None:
         wrapped.retry_after, wrapped.final, wrapped.code = verdict.retry_after, verdict.final, verdict.code
-        wrapped.later = verdict.later
+        wrapped.later, wrapped.temporary = verdict.later, verdict.temporary
     wrapped.__cause__ = error
     return wrapped
 
@@ -169,7 +169,7 @@ def _stepped(  # noqa: PLR0917 - as above
 def _deferred(outcome: Outcome, deferred: Deferred) -> None:
     outcome.kind = Kind.DEFERRED
     outcome.error = deferred.error
-    outcome.settlement = Later(deferred.delay, attempts=outcome.attempts, history=history(outcome))
+    outcome.settlement = Later(deferred.delay, outcome.attempts, history(outcome), deferred.deferral)
 
 
 def _was_called(done: Ended) -> bool:

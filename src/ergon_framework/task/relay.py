@@ -76,11 +76,11 @@ class _Relaying:
         self._every = every
 
     def _sent(self, transaction: Transaction) -> Transaction:
-        """*transaction* as it goes on: all of it but the attempts, which were the relay's own.
+        """*transaction* as it goes on: all of it but the attempts and deferrals, which were the relay's own.
 
         Stamped here and not by the dispatch, which may happen in another transaction's trace.
         """
-        stamped: Transaction = self.target.stamped(transaction.replace(attempts=0, history=()))
+        stamped: Transaction = self.target.stamped(transaction.reset())
         return stamped
 
     def _verdict(self, exc: TransactionException) -> Later | None:

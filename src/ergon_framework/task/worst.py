@@ -9,10 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, inf
+from typing import Final
 
 from ergon_framework.connectors.base import Capabilities
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.task.mixins.policies import ConsumerPolicy, RetryPolicy
+
+#: Growing waits that are added up one by one.
+_MAX_STEPS: Final = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,10 @@ class WorstCase:
     deliveries: int
     #: Lifecycles of others for which one that was fetched may have to wait.
     queued: int
+    #: Seconds for which a transaction is deferred while a service is unavailable, since the first time.
+    max_deferral: float
+    #: How often that may be; infinite where nothing separates two deferrals. Waits for a circuit breaker are not in it.
+    deferrals: float
 
     @property
     def steps(self) -> Sequence[StepCase]:
@@ -75,7 +83,7 @@ class WorstCase:
 
     @property
     def calls(self) -> int:
-        """How often process is called if no process dies: attempts count across deferrals."""
+        """How often process is called if no process dies and no service is unavailable: attempts count across waits."""
         return self.process.attempts
 
     @property
@@ -97,6 +105,8 @@ def worst_case(policy: ConsumerPolicy) -> WorstCase:
         deliveries=loop.max_deliveries,
         # The last permitted delivery runs alone: it waits for all that run, and for what was held beyond the slots.
         queued=1 + ceil(loop.prefetch / loop.concurrency.value),
+        max_deferral=loop.max_deferral,
+        deferrals=_deferrals(steps.process.retry, loop.max_deferral),
     )
 
 
@@ -114,6 +124,19 @@ def refuse_too_long(policy: ConsumerPolicy, capabilities: Capabilities, *, queue
         f"policy allows it to be held {found}; set loop.transaction_timeout, or lower the attempts and timeouts of the "
         "steps (ergon policy explain shows each), or raise the broker's deadline"
     )
+
+
+def _deferrals(retry: RetryPolicy, limit: float) -> float:
+    """Count the deferrals within *limit* seconds if every attempt fails at once and every wait is the shortest."""
+    count, elapsed = 0, 0.0
+    while elapsed < limit:
+        wait, following = (retry.delay(number, lambda: 0.0) for number in (count, count + 1))
+        if following <= wait or count == _MAX_STEPS:
+            # The waits grow no more; if they do, this is still an upper bound.
+            rest = (limit - elapsed) / wait if wait else inf
+            return inf if rest == inf else count + ceil(rest)
+        count, elapsed = count + 1, elapsed + wait
+    return count
 
 
 def _case(name: str, retry: RetryPolicy, *, defers: bool = False, before: float = 0.0) -> StepCase:

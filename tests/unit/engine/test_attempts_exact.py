@@ -12,6 +12,7 @@ from ergon_framework.engine.effects import NEVER, Call, Gone, Script, Sleep
 from ergon_framework.engine.outcome import Err, Expired, Ok, Stopped
 from ergon_framework.engine.senses import Senses
 from ergon_framework.errors import Category, ErgonError
+from ergon_framework.failure import Deferral
 from ergon_framework.task.mixins.policies import RetryPolicy
 from ergon_framework.transaction import Transaction
 
@@ -35,13 +36,15 @@ class World:
 
     def __init__(self, *, defers: bool | None = None, now: float = 0.0, **given: Any) -> None:
         chosen = {name: given.pop(name) for name in ("first", "limit", "watch") if name in given}
+        limits = {name: given.pop(name) for name in ("max_deferral",) if name in given}
+        transaction = TX.replace(deferral=given.pop("deferral", None))
         rules = RetryPolicy(**({"max_attempts": 5, "timeout": 60.0, "backoff": 4.0, "multiplier": 1.0} | given))
         self.now = now
         senses = Senses(clock=lambda: self.now, wall=lambda: 1_000.0 + self.now, dice=lambda: 0.5)
         defer = {} if defers is None else {"defers": defers}
-        self.step = Step("process", fn, rules, classify=own, expired=late, **defer)
+        self.step = Step("process", fn, rules, classify=own, expired=late, **defer, **limits)
         self.notes: list[Note] = []
-        self.script: Script[Any] = attempts(self.step, (7,), self.notes, TX, senses, **chosen)
+        self.script: Script[Any] = attempts(self.step, (7,), self.notes, transaction, senses, **chosen)
         self.effect: Any = None
         self.result: Any = None
         self.answer(None)
@@ -220,6 +223,83 @@ def test_an_error_that_says_both_later_and_never_means_never(verdict: dict[str, 
 def test_a_step_that_does_not_defer_takes_later_for_any_other_failure() -> None:
     world = World(defers=False).fail(later=True, retry_after=9.0)
     assert (world.effect.until, world.note.delay) == (9.0, 9.0)
+
+
+# -- deferred while a service is unavailable -------------------------------------------------------
+
+#: The clock of a World that begins at 0 shows this time of day.
+WALL = 1_000.0
+
+
+def deferred(count: int = 1, *, since: float = WALL, exempt: float = 0.0) -> Deferral:
+    return Deferral(count=count, since=since, at=since, until=since + exempt + 60.0, exempt=exempt, error="before")
+
+
+@pytest.mark.spec("DX-27")
+@pytest.mark.parametrize("final", [False, True])
+@pytest.mark.parametrize("given", [{}, {"max_attempts": 1}, {"max_attempts": 3, "first": 2}])
+def test_a_temporary_failure_is_deferred_and_costs_no_attempt(given: dict[str, Any], final: bool) -> None:
+    world = World(defers=True, max_deferral=60.0, now=5.0, **given)
+    error = ErgonError("the bank is down", temporary=True, final=final, code="down")
+    world.answer(Err(error))
+    result = world.result
+    assert isinstance(result, Deferred)
+    assert (result.error, result.attempt, result.delay) == (error, given.get("first", 0), 4.0)
+    assert result.deferral == Deferral(
+        count=1, since=1005.0, at=1005.0, until=1065.0, code="down", error="the bank is down"
+    )
+    assert world.notes == []
+
+
+@pytest.mark.spec("DX-27")
+@pytest.mark.parametrize("count, asked, waited", [(1, None, 4.0), (2, None, 8.0), (4, None, 20.0), (2, 9.0, 9.0)])
+def test_each_deferral_waits_longer_up_to_the_cap_and_as_long_as_it_is_asked(
+    count: int, asked: float | None, waited: float
+) -> None:
+    rules = {"backoff": 2.0, "multiplier": 2.0, "cap": 20.0}
+    world = World(defers=True, max_deferral=60.0, now=30.0, deferral=deferred(count, exempt=7.0), **rules)
+    result = world.fail(temporary=True, retry_after=asked).result
+    assert (result.delay, result.deferral.count) == (waited, count + 1)
+    assert (result.deferral.since, result.deferral.at, result.deferral.until) == (1000.0, 1030.0, 1067.0)
+    assert result.deferral.exempt == 7.0
+
+
+@pytest.mark.spec("DX-27")
+@pytest.mark.parametrize(
+    "now, exempt, ends", [(59.0, 0.0, False), (60.0, 0.0, True), (66.0, 7.0, False), (67.0, 7.0, True)]
+)
+def test_after_max_deferral_a_temporary_failure_is_a_failed_attempt(now: float, exempt: float, ends: bool) -> None:
+    world = World(defers=True, max_deferral=60.0, now=now, deferral=deferred(exempt=exempt))
+    result = world.fail(temporary=True, final=True).result
+    assert isinstance(result, Failed if ends else Deferred)
+    assert len(world.notes) == ends
+
+
+@pytest.mark.spec("DX-27")
+@pytest.mark.parametrize("rules", [{"defers": True, "max_deferral": 0.0}, {"defers": True}, {"defers": False}])
+def test_without_deferrals_a_temporary_failure_is_like_any_other(rules: dict[str, Any]) -> None:
+    assert isinstance(World(**rules).fail(temporary=True, final=True).result, Failed)
+    assert isinstance(World(**rules).fail(temporary=True).effect, Sleep)
+
+
+@pytest.mark.spec("DX-27")
+def test_a_business_failure_is_never_temporary() -> None:
+    world = World(defers=True, max_deferral=60.0).fail(temporary=True, category=Category.BUSINESS)
+    assert isinstance(world.result, Failed)
+
+
+@pytest.mark.spec("DX-27", "PRV-31")
+def test_the_wait_for_a_circuit_breaker_does_not_count_towards_max_deferral() -> None:
+    world = World(defers=True, max_deferral=60.0, now=500.0, deferral=deferred(3, exempt=7.0))
+    result = world.fail(later=True, temporary=True, retry_after=30.0).result
+    assert (result.delay, result.deferral) == (30.0, deferred(3, exempt=37.0))
+    assert World(defers=True, max_deferral=60.0).fail(later=True).result.deferral is None
+
+
+@pytest.mark.spec("DX-27")
+def test_a_long_wait_of_a_failed_attempt_keeps_the_deferrals() -> None:
+    world = World(defers=True, hold=0.0, deferral=deferred(2))
+    assert world.fail().result.deferral == deferred(2)
 
 
 @pytest.mark.parametrize("defers", [None, False])

@@ -255,3 +255,24 @@ def test_what_takes_just_as_long_as_the_deadline_is_too_long():
     with pytest.raises(ConfigurationError):
         refuse_too_long(policy, able, queue="orders")
     refuse_too_long(policy, replace(able, deadline=able.deadline + 1), queue="orders")
+
+
+@pytest.mark.spec("DX-27")
+@pytest.mark.parametrize(
+    "rules, limit, deferrals",
+    [
+        ({}, 3600.0, 124),
+        ({}, 0.0, 0),
+        ({}, 1.0, 1),
+        ({}, 1.5, 2),
+        ({"multiplier": 1.0}, 10.0, 10),
+        ({"backoff": 0.0}, 10.0, inf),
+        ({"backoff": 1e-310, "multiplier": 1.0}, 10.0, inf),
+        ({"multiplier": 1.0, "jitter": 0.5}, 10.0, 20),
+        ({"backoff": 1e-3, "multiplier": 1.0001, "cap": 0.0}, 3600.0, 1_330_000),
+    ],
+)
+def test_the_deferrals_that_are_reckoned_are_those_that_can_be(rules, limit, deferrals):
+    found = worst_case(made(rules, max_deferral=limit))
+    assert found.max_deferral == limit
+    assert found.deferrals == (deferrals if deferrals < 1e6 or deferrals == inf else pytest.approx(deferrals, rel=0.2))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from ergon_framework.connectors.base import ConnectorError, DeadLetter, Delivery
-from ergon_framework.connectors.codec import Codec, decode
+from ergon_framework.connectors.codec import PROGRESS, Codec, decode
 from ergon_framework.connectors.deadletters import (
     Became,
     DeadLetterQuery,
@@ -37,7 +37,7 @@ _LAST: Final = re.compile(r"wrong last sequence: ([0-9]+)")
 #: What the client agrees to send.
 _NAME: Final = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+").fullmatch
 #: What a replay leaves behind: nothing is counted against it.
-_COUNTED: Final = frozenset({"ergon-attempts", "ergon-history"})
+_COUNTED: Final = frozenset(PROGRESS)
 _GONE: Final = frozenset({api.NO_MESSAGE, api.NO_SUCH_SEQUENCE})
 #: In the record's header only what the message itself does not say.
 _ELSEWHERE: Final = {"payload", "raw", "headers", "place"}
@@ -81,6 +81,7 @@ def fitted(request: Request, most: int) -> Request | None:
     if not told:
         return None
     told["envelope"]["history"] = []
+    told["envelope"]["deferral"] = None
     told["failure"] = None
     shorter = request._replace(headers={**request.headers, _RECORD: json.dumps(told)})
     return shorter if shorter.size <= most else None

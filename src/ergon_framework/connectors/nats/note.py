@@ -1,6 +1,6 @@
 """Note: what is known of a message that was put off or given back, kept beside it.
 
-A redelivery brings the headers that were published, so attempts and history cannot travel in them;
+A redelivery brings the headers that were published, so attempts, history and deferrals cannot travel in them;
 and the server counts every delivery, so those that cost nothing have to be taken off.
 """
 
@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ergon_framework.failure import Attempt
+from ergon_framework.failure import Attempt, Deferral
 from ergon_framework.transaction import HISTORY, Transaction
 
 #: The header that says when what was put off is due, so that they can be counted without being read.
@@ -29,6 +29,7 @@ class Note:
     #: None where the message's own headers still say it.
     attempts: int | None = None
     history: tuple[Attempt, ...] = ()
+    deferral: Deferral | None = None
 
     def deliveries(self, delivered: int) -> int:
         """How many deliveries count, the present one included, where the server says *delivered*.
@@ -45,13 +46,15 @@ class Note:
         """*transaction* with what it has gone through."""
         if self.attempts is None:
             return transaction
-        return transaction.replace(attempts=self.attempts, history=self.history)
+        return transaction.replace(attempts=self.attempts, history=self.history, deferral=self.deferral)
 
     def written(self) -> bytes:
         told: dict[str, Any] = {"paid": self.paid, "delivered": self.delivered, "due": self.due}
         if self.attempts is not None:
             told["attempts"] = self.attempts
             told["history"] = [attempt.model_dump(mode="json") for attempt in self.history[-HISTORY:]]
+            if self.deferral is not None:
+                told["deferral"] = self.deferral.model_dump(mode="json")
         return json.dumps(told).encode()
 
 
@@ -64,4 +67,5 @@ def read(body: bytes) -> Note:
         due=float(told.get("due", 0.0)),
         attempts=None if told.get("attempts") is None else int(told["attempts"]),
         history=tuple(Attempt.model_validate(attempt) for attempt in told.get("history", ())),
+        deferral=None if told.get("deferral") is None else Deferral.model_validate(told["deferral"]),
     )

@@ -403,7 +403,7 @@ class NatsQueue(AsyncConnector):
         for claim in claims:
             known = claim.note
             if known is not None and known.due > now + _EARLY:
-                later = Later(known.due - now, known.attempts or 0, known.history)
+                later = Later(known.due - now, known.attempts or 0, known.history, known.deferral)
                 claim.readable = known.attempts is not None
                 early.append((Delivery(Transaction("early"), claim), later))
         if early:

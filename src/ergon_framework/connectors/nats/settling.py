@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
 from typing import Final
 
 from ergon_framework.connectors.base import (
@@ -168,11 +169,12 @@ class Settler:
 
     def _put_back(self, index: int, claim: Claim, later: Later | None) -> _Plan:
         known, delay = claim.note, 0.0 if later is None else later.delay
-        attempts, history = (None, ()) if known is None else (known.attempts, known.history)
-        if later is not None and claim.readable:
-            attempts, history = later.attempts, later.history
         due = time.time() + delay if delay > 0 else 0.0
-        note = Note(claim.deliveries - 1, claim.delivered, due, attempts, history)
+        note = Note(claim.deliveries - 1, claim.delivered, due)
+        if later is not None and claim.readable:
+            note = replace(note, attempts=later.attempts, history=later.history, deferral=later.deferral)
+        elif known is not None:
+            note = replace(note, attempts=known.attempts, history=known.history, deferral=known.deferral)
         plan = _Plan(index, claim, _nak(delay))
         plan.note = note
         headers = {DUE: f"{due:.3f}"} if due else None

@@ -233,7 +233,7 @@ def _headers(placed: _Placed) -> str | None:
     _, delivery, how = placed
     if not delivery.receipt.readable:
         return None
-    return json.dumps(write_headers(delivery.transaction.replace(attempts=how.attempts, history=how.history)))
+    return json.dumps(write_headers(how.apply(delivery.transaction)))
 
 
 def _burial(placed: list[_Placed]) -> dict[str, list[Any]]:

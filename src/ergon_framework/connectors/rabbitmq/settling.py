@@ -116,7 +116,7 @@ class Settler:
         written: dict[str, str] | None = None
         if delivery.error is None:  # what could not be read comes back as it was
             try:
-                written = write_headers(delivery.transaction.replace(attempts=how.attempts, history=how.history))
+                written = write_headers(how.apply(delivery.transaction))
             except UnencodableError:
                 return None
         wait = topology.step(how.delay) if how.delay > 0 else 0

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from ergon_framework.connectors.base import UndecodableError
-from ergon_framework.connectors.codec import WIRE, Codec, UnencodableError, decode, to_json
+from ergon_framework.connectors.codec import PROGRESS, WIRE, Codec, UnencodableError, decode, to_json
 from ergon_framework.connectors.redis.scripts import PACKED
 from ergon_framework.transaction import Transaction
 
 #: How often an entry was handed out at a cost before it was put back as a new one.
 DELIVERIES: Final = "ergon-deliveries"
 #: What a transaction brings home when it is put off, and loses when it is replayed.
-CHANGING: Final = ("ergon-attempts", "ergon-history", DELIVERIES)
+CHANGING: Final = (*PROGRESS, DELIVERIES)
 _PACKED: Final = PACKED.encode()
 #: Names of headers that are read for nearly every message, and need not be decoded each time.
 _NAMES: Final = {row.header.encode(): row.header for row in WIRE} | {DELIVERIES.encode(): DELIVERIES}

@@ -156,7 +156,7 @@ def _changes(delivery: Delivery, later: Later) -> tuple[str, str]:
     changed = {DELIVERIES: str(free)} if free else {}
     if not delivery.receipt.readable:
         return json.dumps([DELIVERIES]), _flat(changed)
-    headers = write_headers(delivery.transaction.replace(attempts=later.attempts, history=later.history))
+    headers = write_headers(later.apply(delivery.transaction))
     return _CHANGING, _flat(changed | {name: headers[name] for name in CHANGING if name in headers})
 
 

@@ -88,6 +88,7 @@ class _Consumer:
                 classify=classify,
                 expired=expired,
                 defers=True,
+                max_deferral=policy.loop.max_deferral,
             ),
             handler("success", task.handle_transaction_success, steps.success.retry),
             handler("exception", task.handle_transaction_exception, steps.exception.retry),

@@ -190,6 +190,11 @@ class ConsumerLoopPolicy(Policy):
     max_deliveries: Count = Field(
         default=10, description="Deliveries of one transaction before it becomes a dead letter."
     )
+    max_deferral: Seconds = Field(
+        default=3600.0,
+        description="Seconds since its first deferral for which a transaction is deferred while a provider or the "
+        "facts boundary is unavailable; 0 turns such deferrals off.",
+    )
 
 
 class ConsumerSteps(Policy):

@@ -10,7 +10,7 @@ from ergon_framework.errors import Category
 from ergon_framework.failure import Attempt, Failure
 from ergon_framework.testing.conformance.check import SHORT, dead_letters, expect, repeatable, rule
 from ergon_framework.testing.conformance.client import Client
-from ergon_framework.testing.conformance.counting import TRACE
+from ergon_framework.testing.conformance.counting import DEFERRAL, TRACE
 from ergon_framework.testing.conformance.sitting import Sitting
 
 NOW = 1_700_000_000.5
@@ -34,7 +34,9 @@ def _failure(transaction_id: str) -> Failure:
 async def _buried(sitting: Sitting, client: Client, count: int) -> None:
     """Bury *count* transactions one after the other, so that their order is known."""
     for number in range(count):
-        await client.dispatch(sitting.transaction(number, correlation=f"corr-{number}", attempts=1, trace=TRACE))
+        await client.dispatch(
+            sitting.transaction(number, correlation=f"corr-{number}", attempts=1, trace=TRACE, deferral=DEFERRAL)
+        )
         delivery = await client.one()
         await client.settles(DeadLetter("sold_out", _failure(delivery.transaction.id)), delivery)
 
@@ -56,6 +58,7 @@ async def a_dead_letter_keeps_the_message_and_the_reason(sitting: Sitting) -> No
         ("failure", record.failure, failure),
         ("deliveries", record.deliveries, 1),
         ("attempts", record.envelope.attempts, 1),
+        ("deferral", record.envelope.deferral, DEFERRAL),
         ("correlation", record.envelope.correlation, "corr-0"),
         ("trace id", record.trace_id, TRACE["traceparent"].split("-")[1]),
     ):
@@ -108,6 +111,7 @@ async def a_replayed_dead_letter_starts_anew(sitting: Sitting) -> None:
         ("payload", came.payload, {"number": 0}),
         ("attempts", came.attempts, 0),
         ("history", came.history, ()),
+        ("deferral", came.deferral, None),
         ("delivery", delivery.deliveries, 1),
     ):
         expect(is_now == wanted, f"the {words} of a replayed transaction is {is_now!r}, not {wanted!r}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ergon_framework.connectors.base import Delivery, Later, Release
+from ergon_framework.failure import Deferral
 from ergon_framework.testing.conformance.check import SHORT, expect, free_release, rule
 from ergon_framework.testing.conformance.sitting import Sitting
 from ergon_framework.transaction import Transaction
@@ -12,6 +13,15 @@ TRACE = {
     "tracestate": "vendor=value",
     "baggage": "user=7",
 }
+DEFERRAL = Deferral(
+    count=3,
+    since=1_700_000_000.5,
+    at=1_700_000_007.25,
+    until=1_700_003_630.5,
+    exempt=30.0,
+    code="timeout",
+    error="zu spät",
+)
 
 
 def _full() -> Transaction:
@@ -48,12 +58,12 @@ async def the_envelope_arrives_and_stays_the_same(sitting: Sitting) -> None:
     await client.settles(Release(), delivery)
     delivery = await client.one()
     _same(delivery, "after a release")
-    await client.settles(Later(0, attempts=2), delivery)
+    await client.settles(Later(0, attempts=2, deferral=DEFERRAL), delivery)
     delivery = await client.one()
-    _same(delivery, "after a Later", attempts=2)
+    _same(delivery, "after a Later", attempts=2, deferral=DEFERRAL)
     heir = await sitting.successor(client)
     delivery = await heir.one()
-    _same(delivery, "after a crash", attempts=2)
+    _same(delivery, "after a crash", attempts=2, deferral=DEFERRAL)
     await heir.ack(delivery)
 
 

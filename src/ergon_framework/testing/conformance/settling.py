@@ -16,7 +16,7 @@ from ergon_framework.connectors.base import (
     Settling,
 )
 from ergon_framework.errors import Category
-from ergon_framework.failure import Attempt
+from ergon_framework.failure import Attempt, Deferral
 from ergon_framework.testing.conformance.check import (
     SHORT,
     dead_letters,
@@ -34,6 +34,9 @@ SETTLED, LOST, FAILED = SettleResult.SETTLED, SettleResult.LOST, SettleResult.FA
 HISTORY = (
     Attempt(attempt=0, category=Category.SYSTEM, code="first", error="it broke", at=1_700_000_000.5, delay=1.0),
     Attempt(attempt=1, category=Category.TIMEOUT, error="zu spät", at=1_700_000_002.0),
+)
+DEFERRAL = Deferral(
+    count=2, since=1_700_000_000.5, at=1_700_000_003.25, until=1_700_003_600.5, code="timeout", error="zu spät"
 )
 
 
@@ -108,15 +111,20 @@ async def what_is_put_off_for_no_time_comes_at_once(sitting: Sitting) -> None:
 @rule("CNN-04")
 async def what_is_put_off_keeps_attempts_and_history(sitting: Sitting) -> None:
     client, (delivery,) = await _held(sitting, 1)
-    await client.settles(Later(0.05, attempts=2, history=HISTORY), delivery)
+    await client.settles(Later(0.05, attempts=2, history=HISTORY, deferral=DEFERRAL), delivery)
     again = await client.one()
     expect(again.transaction.attempts == 2, f"attempts are {again.transaction.attempts}, not 2")
     expect(again.transaction.history == HISTORY, f"the history is {again.transaction.history}, not {HISTORY}")
+    expect(again.transaction.deferral == DEFERRAL, f"the deferral is {again.transaction.deferral}, not {DEFERRAL}")
     expect(again.transaction.payload == delivery.transaction.payload, "the payload changed")
     await client.settles(Release(), again)
     third = await client.one()
     expect(third.transaction.attempts == 2, f"a release made {third.transaction.attempts} of 2 attempts")
-    await client.ack(third)
+    expect(third.transaction.deferral == DEFERRAL, f"a release changed the deferral to {third.transaction.deferral}")
+    await client.settles(Later(0, attempts=2), third)
+    fourth = await client.one()
+    expect(fourth.transaction.deferral is None, f"a Later without a deferral left {fourth.transaction.deferral}")
+    await client.ack(fourth)
 
 
 @rule("CNN-04", needs=(free_release,))
@@ -133,13 +141,14 @@ async def putting_off_costs_no_delivery(sitting: Sitting) -> None:
 async def a_delay_outlives_the_client_that_asked_for_it(sitting: Sitting) -> None:
     client, (delivery,) = await _held(sitting, 1)
     began = time.monotonic()
-    await client.settles(Later(0.4, attempts=1, history=HISTORY[:1]), delivery)
+    await client.settles(Later(0.4, attempts=1, history=HISTORY[:1], deferral=DEFERRAL), delivery)
     heir = await sitting.successor(client)
     again = await heir.one()
     took = time.monotonic() - began
     expect(took >= 0.35, f"put off for 0.4 s, it came to another client after {took:.2f} s")
     expect(again.transaction.attempts == 1, f"another client sees {again.transaction.attempts} attempts, not 1")
     expect(again.transaction.history == HISTORY[:1], "another client sees another history")
+    expect(again.transaction.deferral == DEFERRAL, "another client sees another deferral")
     await heir.ack(again)
 
 
