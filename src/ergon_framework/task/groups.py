@@ -19,7 +19,8 @@ def classify_group(group: BaseExceptionGroup[BaseException]) -> TransactionExcep
     """Give *group* the verdict of its members, those of nested groups included; it becomes the cause.
 
     It is BUSINESS if all members are, otherwise SYSTEM. It is final if no member can succeed in
-    another attempt, and later if no member has tried anything. It waits for the longest ``retry_after``.
+    another attempt, later if no member has tried anything, and temporary if every member may be deferred.
+    It waits for the longest ``retry_after``.
     """
     members = _flatten(group)
     verdicts = [each if isinstance(each, ErgonError) and is_sound(each) else _UNKNOWN for each in members]
@@ -31,6 +32,7 @@ def classify_group(group: BaseExceptionGroup[BaseException]) -> TransactionExcep
         retry_after=max((each.retry_after for each in verdicts if each.retry_after is not None), default=None),
         final=all(each.final or (not is_business and each.category is Category.BUSINESS) for each in verdicts),
         later=all(each.later for each in verdicts),
+        temporary=all(each.temporary or each.later for each in verdicts),
         code=codes.pop() if len(codes) == 1 else None,
     )
     error.__cause__ = group

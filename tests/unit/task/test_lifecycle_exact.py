@@ -159,6 +159,27 @@ def test_a_group_is_tried_again_as_its_members_permit(
     assert (error.final, error.later, error.retry_after, error.code) == (final, later, retry_after, code)
 
 
+@pytest.mark.spec("DX-09", "DX-27")
+@pytest.mark.parametrize(
+    "members, temporary",
+    [
+        ([{"temporary": True}], True),
+        ([{"temporary": True, "final": True}, {"later": True}], True),
+        ([{"temporary": True}, {}], False),
+        ([{}], False),
+    ],
+)
+def test_a_group_may_be_deferred_if_each_member_may(members: list[dict[str, Any]], temporary: bool) -> None:
+    error = classify(ExceptionGroup("calls", [ErgonError("no", **verdict) for verdict in members]))
+    assert error.temporary is temporary
+
+
+@pytest.mark.spec("DX-27")
+@pytest.mark.parametrize("temporary", [True, False])
+def test_an_error_of_ours_keeps_whether_it_is_temporary(temporary: bool) -> None:
+    assert classify(ErgonError("away", temporary=temporary)).temporary is temporary
+
+
 @pytest.mark.spec("DX-09")
 def test_a_member_whose_verdict_makes_no_sense_is_a_system_failure() -> None:
     odd = BusinessError("no")
