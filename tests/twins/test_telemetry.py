@@ -19,6 +19,7 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, ParentBased
 from opentelemetry.trace import SpanKind, StatusCode
 
 from ergon_framework.connectors.memory import MemoryConnector
+from ergon_framework.errors import ConnectionLost
 from ergon_framework.task.exceptions import BusinessError, FetchException, TransactionException
 from ergon_framework.task.gates import Pause
 from ergon_framework.task.mixins.consumer import AsyncConsumerMixin, ConsumerMixin
@@ -690,6 +691,35 @@ def test_a_deferral_is_logged_with_its_delay(flavour, seen, events):
 def test_a_success_is_not_logged(flavour, seen, events):
     consume(flavour, seen, orders(2))
     assert events_of(events) == ["loop ended"]
+
+
+@pytest.mark.spec("DX-12")
+def test_a_lost_connection_is_logged_once_until_a_fetch_is_answered(flavour, seen, events):
+    class Away(MemoryConnector):
+        def __init__(self, name):
+            super().__init__(name)
+            self.errors = [ConnectionLost("no route"), ConnectionLost("refused"), OSError("odd")]
+
+        def away(self):
+            if self.errors:
+                raise self.errors.pop(0)
+
+        def fetch_transactions(self, batch_size, **extra):
+            self.away()
+            return super().fetch_transactions(batch_size)
+
+        async def fetch_transactions_async(self, batch_size, **extra):
+            self.away()
+            return await super().fetch_transactions_async(batch_size)
+
+    rules = policy(loop={"streaming": True, "limit": 1}, fetch={"retry": {"backoff": 0.01}})
+    connector = Away(f"orders-{flavour}")
+    consume(flavour, seen, orders(1), rules=rules, connector=connector)
+    lost, restored = [record for record in events if "connection" in (event_of(record) or "")]
+    assert (lost.event, lost.levelname, lost.error) == ("connection lost", "WARNING", "no route")
+    assert (restored.event, restored.levelname) == ("connection restored", "INFO")
+    assert lost.queue == restored.queue == connector.name
+    assert restored.seconds >= 0
 
 
 def test_dead_letters_name_the_trace(flavour, seen):

@@ -200,6 +200,11 @@ class _Described(ABC):
         """The queue's name: the source of its transactions' ids, and a label of metrics."""
 
     @property
+    def server_address(self) -> str | None:
+        """Return the address of the server without credentials; None where there is none, or it is not configured."""
+        return None
+
+    @property
     @abstractmethod
     def capabilities(self) -> Capabilities: ...
 

@@ -130,6 +130,10 @@ class AsyncBridge(AsyncConnector):
         return self.connector.name
 
     @property
+    def server_address(self) -> str | None:
+        return self.connector.server_address
+
+    @property
     def capabilities(self) -> Capabilities:
         return self.connector.capabilities
 
@@ -250,6 +254,10 @@ class SyncBridge(Connector):
     @property
     def name(self) -> str:
         return self.connector.name
+
+    @property
+    def server_address(self) -> str | None:
+        return self.connector.server_address
 
     @property
     def capabilities(self) -> Capabilities:

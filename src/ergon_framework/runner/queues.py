@@ -66,6 +66,10 @@ class NamedQueue(Connector, AsyncConnector):
             ) from None
 
     @property
+    def server_address(self) -> str | None:
+        return self.connector.server_address
+
+    @property
     def capabilities(self) -> Capabilities:
         return self.connector.capabilities
 

@@ -77,6 +77,22 @@ def is_same_database(one: str, other: str) -> bool:
     return named[0] == named[1]
 
 
+def public_address(dsn: str | None) -> str | None:
+    """Return where the database of *dsn* is, without credentials and options; None if *dsn* cannot be read."""
+    if not dsn:
+        return None
+    try:
+        found = options_of(dsn, {})
+    except ConfigurationError:
+        return None
+    hosts = str(found.get("host") or found.get("hostaddr") or "").split(",")
+    ports = str(found.get("port") or "").split(",")
+    # One port stands for all hosts.
+    ports *= len(hosts) if len(ports) == 1 else 1
+    where = ",".join(f"{host}:{port}" if port else host for host, port in zip(hosts, ports, strict=False))
+    return f"postgresql://{where}/{found.get('dbname', '')}"
+
+
 class Lines:
     """Connections for both flavours; at most *most* each, whoever comes later waits.
 

@@ -9,6 +9,8 @@ from contextvars import Context
 from typing import TYPE_CHECKING, Any
 
 from ergon_framework.connectors.base import Later
+from ergon_framework.connectors.outage import OutageLog, outage_log
+from ergon_framework.errors import ConnectionLost
 from ergon_framework.task.outline import Outline, StepOutline, consuming, producing
 from ergon_framework.task.report import Kind
 from ergon_framework.task.rounds import Rounds
@@ -46,7 +48,7 @@ _EVENTS = {
 def observing(task: object, policy: ConsumerPolicy, *, fenced: Callable[[], int] | None = None) -> Onlooker:
     """Who looks on a consume loop of *task*; *fenced* says how many bodies came back too late."""
     outline = consuming(_name(task), policy)
-    return Observer(outline, options_of(task), streaming=policy.loop.streaming, fenced=fenced)
+    return Observer(outline, options_of(task), streaming=policy.loop.streaming, fenced=fenced, outage=_outage_log(task))
 
 
 def observing_produce(task: object, policy: ProducerPolicy, *, fenced: Callable[[], int] | None = None) -> Onlooker:
@@ -70,10 +72,17 @@ class Observer(Onlooker):
     """Looks on one loop."""
 
     def __init__(
-        self, outline: Outline, options: TelemetryOptions, *, streaming: bool, fenced: Callable[[], int] | None
+        self,
+        outline: Outline,
+        options: TelemetryOptions,
+        *,
+        streaming: bool,
+        fenced: Callable[[], int] | None,
+        outage: OutageLog | None = None,
     ) -> None:
         self._outline = outline
         self._options = options
+        self._outage = outage
         self._tracing = tracing(options, consumer=outline.kind == "consumer")
         # What is given to be produced may carry a trace already, but it is made here: its span belongs to the call.
         self._continues = outline.kind == "consumer"
@@ -98,7 +107,8 @@ class Observer(Onlooker):
 
     def fetching(self) -> StepWatch:
         root = None if self._rounds is None else self._rounds.present
-        self._fetching = Fetching(root, self._outline.steps["fetch"], counts=self._counts, options=self._options)
+        outline = self._outline.steps["fetch"]
+        self._fetching = Fetching(root, outline, counts=self._counts, options=self._options, outage=self._outage)
         return self._fetching
 
     def fetched(self, deliveries: Sequence[Delivery] | None, error: BaseException | None) -> None:
@@ -239,8 +249,18 @@ class Observer(Onlooker):
 class Fetching:
     """One fetch: its attempts are always counted, and are spans where there is a root to hold them."""
 
-    def __init__(self, root: Node | None, outline: StepOutline, *, counts: Counts, options: TelemetryOptions) -> None:
+    def __init__(
+        self,
+        root: Node | None,
+        outline: StepOutline,
+        *,
+        counts: Counts,
+        options: TelemetryOptions,
+        outage: OutageLog | None,
+    ) -> None:
         self._counts = counts
+        self._outage = outage
+        self._called = 0.0
         self._redact = options.redact
         self._began = time.perf_counter()
         self._made = 0
@@ -257,11 +277,18 @@ class Fetching:
 
     def attempt(self, number: int) -> Context | None:
         self._made += 1
+        self._called = time.monotonic()
         return None if self._spans is None else self._spans.attempt(number)
 
     def attempted(self, number: int, error: BaseException | None) -> None:
         if self._spans is not None:
             self._spans.attempted(number, error)
+        if self._outage is None:
+            return
+        if error is None:
+            self._outage.answered(began=self._called)
+        elif isinstance(error.__cause__, ConnectionLost):
+            self._outage.failed(error.__cause__, began=self._called)
 
     def over(self, got: int | None, error: BaseException | None) -> None:
         counts = self._counts
@@ -275,6 +302,11 @@ class Fetching:
             if error is not None:
                 blame(self._node, error, self._redact)
             self._node.end()
+
+
+def _outage_log(task: object) -> OutageLog | None:
+    connector = getattr(task, "connector", None)
+    return None if connector is None else outage_log(connector.name, connector.server_address)
 
 
 def _ids(transaction: Transaction) -> dict[str, Any]:

@@ -42,6 +42,7 @@ from ergon_framework.connectors.nats.naming import CONSUMER, names
 from ergon_framework.connectors.nats.pulling import Pulls
 from ergon_framework.connectors.nats.settling import Settler
 from ergon_framework.connectors.nats.ticker import Ticker
+from ergon_framework.connectors.outage import public_address
 from ergon_framework.errors import ConfigurationError, ConnectionLost
 from ergon_framework.finding import Finding, Wall
 from ergon_framework.telemetry import logs
@@ -137,6 +138,11 @@ class NatsQueue(AsyncConnector):
     @property
     def name(self) -> str:
         return self._name
+
+    @property
+    def server_address(self) -> str | None:
+        urls = (self._url or os.environ.get(VARIABLE) or "").split(",")
+        return ",".join(filter(None, (public_address(url.strip(), scheme="nats") for url in urls))) or None
 
     @property
     def capabilities(self) -> Capabilities:

@@ -37,7 +37,7 @@ from ergon_framework.connectors.postgres.settling import Settler
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.finding import Finding, Wall
 from ergon_framework.history import History
-from ergon_framework.schema.lines import is_same_database
+from ergon_framework.schema.lines import is_same_database, public_address
 from ergon_framework.schema.operation import Operation, Query
 from ergon_framework.scope import current
 from ergon_framework.transaction import Transaction
@@ -117,6 +117,10 @@ class PostgresQueue(Connector, AsyncConnector):
     @property
     def name(self) -> str:
         return self._name
+
+    @property
+    def server_address(self) -> str | None:
+        return public_address(self._dsn or os.environ.get(VARIABLE))
 
     @property
     def capabilities(self) -> Capabilities:

@@ -30,6 +30,7 @@ from ergon_framework.connectors.base import (
 from ergon_framework.connectors.codec import Codec, JsonCodec, decode
 from ergon_framework.connectors.daemons import Daemons
 from ergon_framework.connectors.deadletters import DeadLetterQuery, DeadLetterRecord, ReplayResult
+from ergon_framework.connectors.outage import public_address
 from ergon_framework.connectors.rabbitmq.address import VARIABLE, parameters
 from ergon_framework.connectors.rabbitmq.examining import examined
 from ergon_framework.connectors.rabbitmq.graves import Graves
@@ -100,6 +101,10 @@ class RabbitMQQueue(Connector, AsyncConnector):
     @property
     def name(self) -> str:
         return self._name
+
+    @property
+    def server_address(self) -> str | None:
+        return public_address(self._url or os.environ.get(VARIABLE))
 
     @property
     def capabilities(self) -> Capabilities:

@@ -30,6 +30,7 @@ from ergon_framework.connectors.base import (
 )
 from ergon_framework.connectors.codec import Codec, JsonCodec
 from ergon_framework.connectors.deadletters import DeadLetterQuery, DeadLetterRecord, ReplayResult
+from ergon_framework.connectors.outage import public_address
 from ergon_framework.connectors.redis import burials, scripts
 from ergon_framework.connectors.redis.claiming import GROUP, Claiming
 from ergon_framework.connectors.redis.doorbell import Doorbell
@@ -120,6 +121,10 @@ class RedisQueue(Connector, AsyncConnector):
     @property
     def name(self) -> str:
         return self._name
+
+    @property
+    def server_address(self) -> str | None:
+        return public_address(self._url or os.environ.get(VARIABLE))
 
     @property
     def capabilities(self) -> Capabilities:

@@ -1,0 +1,87 @@
+"""Outages: log once that the server of a queue is out of reach, and once that it answers again."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from math import inf
+from typing import Final
+from urllib.parse import urlsplit
+
+from ergon_framework.errors import ConnectionLost
+from ergon_framework.failure import describe
+from ergon_framework.telemetry import logs
+from ergon_framework.telemetry.names import LIBRARY, Event, Field
+from ergon_framework.telemetry.redaction import masked
+
+log: Final = logging.getLogger(f"{LIBRARY}.connectors")
+_lock = threading.Lock()
+
+
+class OutageLog:
+    """The outages of one queue in this process, whichever loops and threads use it.
+
+    A call counts by the time at which it began: one that began before the last change is no news of the time after it.
+    """
+
+    def __init__(self, queue: str, address: str | None) -> None:
+        self._where = {Field.QUEUE: queue, Field.ADDRESS: address}
+        self._lost = False
+        self._changed = -inf
+
+    def failed(self, error: ConnectionLost, *, began: float) -> None:
+        """Note that a call that began at *began*, a time of the monotonic clock, has lost its connection."""
+        with _lock:
+            if self._lost or began < self._changed:
+                return
+            self._lost, self._changed = True, time.monotonic()
+        blame = {Field.ERROR: masked(describe(error)), Field.ERROR_TYPE: type(error).__name__}
+        logs.say(logging.WARNING, Event.CONNECTION_LOST, self._where | blame, to=log)
+
+    def answered(self, *, began: float) -> None:
+        """Note that the server has answered a call that began at *began*."""
+        with _lock:
+            if not self._lost or began < self._changed:
+                return
+            now = time.monotonic()
+            seconds, self._lost, self._changed = now - self._changed, False, now
+        logs.say(logging.INFO, Event.CONNECTION_RESTORED, self._where | {Field.SECONDS: round(seconds, 3)}, to=log)
+
+
+_outages: Final[dict[tuple[str, str | None], OutageLog]] = {}
+
+
+def outage_log(queue: str, address: str | None) -> OutageLog:
+    """Return the log of *queue* at *address*: one for each queue of this process."""
+    with _lock:
+        return _outages.setdefault((queue, address), OutageLog(queue, address))
+
+
+def public_address(url: str | None, *, scheme: str = "") -> str | None:
+    """Return *url* without credentials and options; None if there is none, or it cannot be read.
+
+    *scheme* is that of an address that names none.
+    """
+    if not url:
+        return None
+    try:
+        parts = urlsplit(url if "://" in url else f"{scheme}://{url}")
+        port = "" if parts.port is None else f":{parts.port}"
+    except ValueError:
+        return None
+    host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname or ""
+    # A password with a slash that is not escaped ends up in the path.
+    path = "" if "@" in parts.path else parts.path
+    return f"{parts.scheme}://{host}{port}{path}"
+
+
+def _forked() -> None:
+    """Start anew in the child of a fork, which has connections of its own; its parent may have held the lock."""
+    global _lock  # noqa: PLW0603 - a lock that another process holds cannot be released
+    _lock = threading.Lock()
+    _outages.clear()
+
+
+os.register_at_fork(after_in_child=_forked)
