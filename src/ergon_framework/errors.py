@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 import pickle  # nosec - only loads what stands inside a pickle that somebody is loading already
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Any, Self, TypeAlias
+from typing import Any, Final, Self, TypeAlias
+
+from pydantic import ValidationError
 
 
 class Category(StrEnum):
@@ -70,12 +72,54 @@ class ErgonError(Exception):
         return _rebuilt, (type(self), self.args, self.__dict__.copy(), _packed(self.__cause__))
 
 
-def text(error: BaseException) -> str:
-    """What *error* says, also when its own ``__str__`` fails."""
+def text(error: BaseException, *, values: bool = False) -> str:
+    """Return the message of *error*, also when its own ``__str__`` fails.
+
+    The text of a validation error of pydantic quotes the input, which is the payload. Without *values* it is
+    replaced by the locations and the error types, also where the message of another error repeats it.
+    """
     try:
-        return str(error)
+        message = str(error)
+        for invalid in _validation_errors(error):
+            full, reduced = str(invalid), explain_validation(invalid)
+            message = message.replace(reduced, full) if values else message.replace(full, reduced)
     except Exception:  # noqa: BLE001 - an error that cannot speak must not replace the one being told
         return f"{type(error).__qualname__} without a readable message"
+    return message
+
+
+#: The most errors of one chain that are searched for validation errors, and the most faults that are named.
+_MAX_CHAIN: Final = 20
+_MAX_FAULTS: Final = 10
+
+
+def explain_validation(error: ValidationError) -> str:
+    """Name each location and error type of *error*, without its input and without texts that may quote it."""
+    faults = error.errors(include_url=False, include_context=False, include_input=False)
+    places = [f"{'.'.join(map(str, fault['loc'])) or 'value'}: {fault['type']}" for fault in faults[:_MAX_FAULTS]]
+    if len(faults) > _MAX_FAULTS:
+        places.append(f"and {len(faults) - _MAX_FAULTS} more")
+    count = "1 validation error" if len(faults) == 1 else f"{len(faults)} validation errors"
+    return f"{count} for {error.title}: {'; '.join(places)}"
+
+
+def _validation_errors(error: BaseException) -> Iterator[ValidationError]:
+    """Yield the validation errors that *error* is, holds as an argument, or was raised because of."""
+    waiting: list[BaseException] = [error]
+    for _ in range(_MAX_CHAIN):
+        if not waiting:
+            return
+        one = waiting.pop()
+        if isinstance(one, ValidationError):
+            yield one
+        waiting += [each for each in (one.__cause__, one.__context__, *one.args) if isinstance(each, BaseException)]
+
+
+def to_storable(message: str) -> str:
+    """Return *message* in characters that every store accepts."""
+    # Undecodable file names put lone surrogates into messages, and PostgreSQL keeps no NUL: a record
+    # that cannot be written would lose the failure it tells of.
+    return message.replace("\0", "\\0").encode(errors="backslashreplace").decode()
 
 
 # A cause travels as bytes of its own beside its description: many exceptions of other people can be

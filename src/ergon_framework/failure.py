@@ -6,10 +6,12 @@ from typing import Any, Final
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ergon_framework.errors import Category, text
+from ergon_framework.errors import Category, text, to_storable
 
 #: Longest error message that is kept; whole documents do not belong into a record.
 MESSAGE = 500
+#: Longest traceback that is kept, in bytes of UTF-8.
+TRACEBACK: Final = 8 * 1024
 
 
 #: The code of what is no attempt but a correction of the payload; it stands in a history beside them.
@@ -59,11 +61,24 @@ class Deferral(BaseModel):
         return self.model_copy(update={"exempt": self.exempt + seconds, "until": self.until + seconds})
 
 
+class HandlerError(BaseModel):
+    """What the exception handler raised when it was called for a failure and failed itself."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    error_type: str
+    error_message: str = Field("", max_length=MESSAGE)
+    category: Category
+    code: str | None = None
+    traceback: str | None = None
+
+
 class Failure(BaseModel):
     """Why a piece of work ended badly: one shape for every part, so that one tool can read them all.
 
     Thirteen of the fields are the provider document's; the rest is what the other parts add.
-    ``attempts`` counts from 1, as in every table and on every wire.
+    ``attempts`` counts from 1, as in every table and on every wire. ``traceback`` says where the error was
+    raised: at most 20 frames and 8 KiB, redacted, without the values of variables.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -94,15 +109,17 @@ class Failure(BaseModel):
     deliveries: int | None = None
     trace_id: str | None = None
     history: tuple[Attempt, ...] = ()
+    traceback: str | None = None
+    handler_error: HandlerError | None = None
     detail: dict[str, Any] = Field(default_factory=dict)
 
 
-def describe(error: BaseException) -> str:
-    """The error's message, short enough to keep and in characters that every store accepts."""
-    # Undecodable file names put lone surrogates into messages, and PostgreSQL keeps no NUL: a record
-    # that cannot be written would lose the failure it tells of.
-    message = (text(error) or type(error).__qualname__)[: MESSAGE + 1].replace("\0", "\\0")
-    message = message.encode(errors="backslashreplace").decode()
+def describe(error: BaseException, *, values: bool = False) -> str:
+    """The error's message, short enough to keep and in characters that every store accepts.
+
+    Without *values* a validation error of pydantic is reduced to locations and error types.
+    """
+    message = to_storable((text(error, values=values) or type(error).__qualname__)[: MESSAGE + 1])
     return message if len(message) <= MESSAGE else message[: MESSAGE - 1] + "…"
 
 

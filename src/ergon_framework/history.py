@@ -59,7 +59,8 @@ class State(StrEnum):
 class Event:
     """Something that happened; *at* is in seconds since the epoch, None where nobody wrote it down.
 
-    *values* are the numbers that it was decided by: delays, limits, what was left of a quota.
+    *values* are the numbers that it was decided by: delays, limits, what was left of a quota. *traceback* says
+    where the error was raised, if it was kept.
     """
 
     at: float | None
@@ -67,6 +68,7 @@ class Event:
     verdict: str = ""
     words: str = ""
     values: Mapping[str, Value] = field(default_factory=dict)
+    traceback: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from ergon_framework.connectors.deadletters import Became, DeadLetterQuery
 from ergon_framework.connectors.nats import NatsQueue, burials
 from ergon_framework.connectors.nats.naming import CONSUMER, names
 from ergon_framework.errors import Category, ConfigurationError, ConnectionLost
-from ergon_framework.failure import Failure
+from ergon_framework.failure import Failure, HandlerError
 from ergon_framework.transaction import Transaction
 from tests.integration.nats_queues import bare, claimed, name, opened
 
@@ -372,6 +372,35 @@ def test_a_dead_letter_that_just_fits_is_told_in_fewer_words(nats_server):
             assert await queue.settle_async([(larger, Ack())]) == [SETTLED]
             (record,) = await queue.list_dead_async(DeadLetterQuery())
             assert (record.id, record.reason, record.failure) == ("large", "declined", None)
+
+    asyncio.run(run())
+
+
+@pytest.mark.spec("CNN-08", "DX-04")
+def test_a_dead_letter_that_is_too_large_loses_its_tracebacks_first(nats_server):
+    handler = HandlerError(error_type="OSError", error_message="down", category=Category.SYSTEM, traceback="y" * 8000)
+    failure = Failure(
+        task_name="Shop",
+        reason_code="system",
+        error_type="KeyError",
+        error_message="KeyError: 'totl'",
+        attempts=1,
+        occurred_at=1.0,
+        transaction_id="large",
+        category=Category.SYSTEM,
+        traceback="x" * 8000,
+        handler_error=handler,
+    )
+    shorter = handler.model_copy(update={"traceback": None})
+
+    async def run():
+        async with opened(nats_server, codec=JsonCodec(max_bytes=64 * 1024 * 1024), timeout=15.0) as queue:
+            most = (await queue._opened()).line.max_payload
+            await queue.dispatch_async([Transaction("large", "x" * (most - 10_000))])
+            (large,) = await claimed(queue, 1)
+            assert await queue.settle_async([(large, DeadLetter("system", failure))]) == [SETTLED]
+            (record,) = await queue.list_dead_async(DeadLetterQuery())
+            assert record.failure == failure.model_copy(update={"traceback": None, "handler_error": shorter})
 
     asyncio.run(run())
 

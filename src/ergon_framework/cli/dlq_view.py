@@ -60,6 +60,17 @@ def show_one(record: DeadLetterRecord, *, payload: bool) -> None:
         rows += [("header", clean(f"{name}: {value}", LONGEST)) for name, value in record.headers.items()]
         rows.append(("payload", clean(_payload(record), LONGEST)))
     tell(clean(record.id, LONGEST), rows)
+    if record.failure is not None:
+        show_traceback("traceback", record.failure.traceback)
+        handler_error = record.failure.handler_error
+        show_traceback("traceback of the exception handler", None if handler_error is None else handler_error.traceback)
+
+
+def show_traceback(title: str, trace: str | None) -> None:
+    """Print *trace* below its title, if there is one."""
+    if trace:
+        typer.echo(f"  {title}:")
+        typer.echo("\n".join(f"    {clean(line, LONGEST)}" for line in trace.splitlines()))
 
 
 def clean(text: str, longest: int) -> str:
@@ -93,6 +104,8 @@ def _facts(record: DeadLetterRecord) -> Iterator[tuple[str, Any]]:
     if failure is not None:
         yield from (("task", failure.task_name), ("step", failure.step), ("category", failure.category))
         yield "error", _error(failure)
+        if failure.handler_error is not None:
+            yield "handler error", failure.handler_error.error_message
         yield "attempts", failure.attempts
     yield "deliveries", record.deliveries
     yield from ((name, getattr(envelope, name)) for name in ("source", "type", "key", "tenant", "correlation"))

@@ -37,6 +37,7 @@ from ergon_framework.task.defaults import choose_policy
 from ergon_framework.task.mixins.policies import ConsumerPolicy
 from ergon_framework.telemetry import logs
 from ergon_framework.telemetry.names import LIBRARY, Event, Field
+from ergon_framework.telemetry.options import without_tracebacks
 from ergon_framework.telemetry.sums import Sums
 
 log = logging.getLogger(f"{LIBRARY}.runner")
@@ -101,6 +102,8 @@ def load(options: Options, found: Settings) -> tuple[Runnable, ConsumerPolicy]:
     """The task, and the policy that it is to obey."""
     check_journal(found)
     task = load_task(options.task)
+    if not found.telemetry.tracebacks:
+        without_tracebacks(task)
     if isinstance(task.connector, queues.NamedQueue):
         # A queue that nobody can find is a mistake of the settings, told before anything has begun.
         _ = task.connector.connector

@@ -123,6 +123,8 @@ def _rows_of_all(line: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for failure in line["failures"]:
         tries = "1 attempt" if failure["attempts"] == 1 else f"{failure['attempts']} attempts"
         yield failure["transaction_id"], f"{failure['category']}: {failure['message']} ({tries})"
+        if failure.get("handler_error"):
+            yield "", f"its exception handler failed: {failure['handler_error']}"
 
 
 def _rows(ended: Ended) -> Iterator[tuple[str, str]]:
@@ -150,6 +152,8 @@ def _failures(report: Report) -> Iterator[tuple[str, str]]:
     for outcome in report.failures:
         tries = "1 attempt" if outcome.attempts == 1 else f"{outcome.attempts} attempts"
         yield outcome.transaction.id, f"{outcome.category}: {_said(outcome.error)} ({tries})"
+        if outcome.handler_error is not None:
+            yield "", f"its exception handler failed: {_said(outcome.handler_error)}"
 
 
 def _failure(outcome: Outcome) -> dict[str, Any]:
@@ -159,6 +163,7 @@ def _failure(outcome: Outcome) -> dict[str, Any]:
         "category": outcome.category,
         "code": None if outcome.error is None else outcome.error.code,
         "message": _said(outcome.error),
+        "handler_error": None if outcome.handler_error is None else _said(outcome.handler_error),
         "attempts": outcome.attempts,
         "still_running": outcome.still_running,
     }

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ergon_framework.cli.dlq_view import clean, told
+from ergon_framework.cli.dlq_view import clean, show_traceback, told
 from ergon_framework.history import Event, History, State
 
 #: The longest text in a cell, and anywhere else.
@@ -33,10 +33,13 @@ def show(history: History, *, providers: Sequence[str], sentence: str, advice: s
     rows = [_cells(event) for event in history.events]
     seen = [clean(line, _LONGEST) for line in providers]
     sentence = clean(sentence, _LONGEST)
-    if sys.stdout.isatty():
-        _picture(title, about, rows, seen=seen, state=history.place.state, sentence=sentence)
+    on_terminal = sys.stdout.isatty()
+    (_picture if on_terminal else _plain)(title, about, rows)
+    for event in history.events:
+        show_traceback(f"traceback, {clean(event.what, _CELL)}", event.traceback)
+    if on_terminal:
+        _conclude(seen, state=history.place.state, sentence=sentence)
     else:
-        _plain(title, about, rows)
         for line in seen:
             typer.echo(f"  provider: {line}")
         typer.echo(f"  now: {sentence}")
@@ -61,15 +64,7 @@ def _plain(title: str, about: list[tuple[str, str]], rows: list[tuple[str, ...]]
             typer.echo("  " + "  ".join(cells).rstrip())
 
 
-def _picture(
-    title: str,
-    about: list[tuple[str, str]],
-    rows: list[tuple[str, ...]],
-    *,
-    seen: list[str],
-    state: State,
-    sentence: str,
-) -> None:
+def _picture(title: str, about: list[tuple[str, str]], rows: list[tuple[str, ...]]) -> None:
     console = Console()
     console.print(Text(title, style="bold"))
     for what, how in about:
@@ -80,6 +75,10 @@ def _picture(
             # Text, because what an error says is no markup.
             table.add_row(*(Text(cell, style=_COLOURS.get(cell, "")) for cell in row))
         console.print(table)
+
+
+def _conclude(seen: list[str], *, state: State, sentence: str) -> None:
+    console = Console()
     for line in seen:
         console.print(Text("  provider: ", style="bold") + Text(line))
     console.print(Text("  now: ", style="bold") + Text(sentence, style=_COLOURS.get(state, "")))

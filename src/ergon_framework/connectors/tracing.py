@@ -67,6 +67,7 @@ def dead(
         verdict="" if failure is None else failure.category.value,
         words=words,
         values={"deliveries": deliveries},
+        traceback=None if failure is None else failure.traceback,
     )
     return History(
         kind=Kind.TRANSACTION,
@@ -74,9 +75,31 @@ def dead(
         where=queue,
         about=told,
         events=in_order(
-            (*created(envelope.get("created_at")), *tried(history), *deferred(envelope.get("deferral")), end)
+            (
+                *created(envelope.get("created_at")),
+                *tried(history),
+                *deferred(envelope.get("deferral")),
+                *_handler_failed(at, failure),
+                end,
+            )
         ),
         place=Place(state=State.DEAD, since=at, handle=handle, words=reason),
+    )
+
+
+def _handler_failed(at: float, failure: Failure | None) -> tuple[Event, ...]:
+    """The failure of the exception handler, if it failed too."""
+    error = None if failure is None else failure.handler_error
+    if error is None:
+        return ()
+    return (
+        Event(
+            at=at,
+            what="exception handler failed",
+            verdict=error.category.value,
+            words=error.error_message if error.code is None else f"{error.code}: {error.error_message}",
+            traceback=error.traceback,
+        ),
     )
 
 

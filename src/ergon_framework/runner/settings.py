@@ -114,6 +114,12 @@ class LoggingSettings(Policy):
     )
 
 
+class TelemetrySettings(Policy):
+    """What ``ergon run`` records of a task."""
+
+    tracebacks: bool = Field(default=True, description="Keep tracebacks of errors in logs, spans and failure records.")
+
+
 class PostgresSettings(Policy):
     """The database."""
 
@@ -155,6 +161,7 @@ class Settings(Policy):
     tasks: Mapping[str, TaskSettings] = Field(default_factory=dict, description="By the name of the task.")
     queues: Mapping[str, QueueSettings] = Field(default_factory=dict, description="By the name of the queue.")
     logging: LoggingSettings = Field(default=LoggingSettings(), description="How the command logs.")
+    telemetry: TelemetrySettings = Field(default=TelemetrySettings(), description="What is recorded of a task.")
     postgres: PostgresSettings = Field(default=PostgresSettings(), description="The database.")
     rabbitmq: BrokerSettings = Field(default=BrokerSettings(), description="The RabbitMQ server.")
     nats: BrokerSettings = Field(default=BrokerSettings(), description="The NATS server.")

@@ -75,4 +75,12 @@ class Handling:
     def failure_of(self, outcome: Outcome, delivery: Delivery, reason: str) -> Failure:
         """The failure record of *outcome*."""
         trace_id = self._watch.trace_id(outcome)
-        return failure_of(outcome, delivery, reason, task=self._name, at=self._senses.wall(), trace_id=trace_id)
+        return failure_of(
+            outcome,
+            delivery,
+            reason,
+            task=self._name,
+            at=self._senses.wall(),
+            trace_id=trace_id,
+            options=self._watch.options,
+        )

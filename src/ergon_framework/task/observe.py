@@ -10,18 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 from ergon_framework.connectors.base import Later
 from ergon_framework.connectors.outage import OutageLog, outage_log
-from ergon_framework.errors import ConnectionLost
+from ergon_framework.errors import Category, ConnectionLost
 from ergon_framework.task.outline import Outline, StepOutline, consuming, producing
 from ergon_framework.task.report import Kind
 from ergon_framework.task.rounds import Rounds
 from ergon_framework.task.tally import count
 from ergon_framework.task.watch import Onlooker
-from ergon_framework.task.watched import Attempts, Unrecorded, Watched, blame, forget
+from ergon_framework.task.watched import Attempts, Unrecorded, Watched, blame, forget, tracebacks_of
 from ergon_framework.telemetry import logs, names, redaction
 from ergon_framework.telemetry.metrics import Counts, registry_of
 from ergon_framework.telemetry.names import Attribute, Event, Field
 from ergon_framework.telemetry.options import TelemetryOptions, options_of
 from ergon_framework.telemetry.spans import Node, tracing
+from ergon_framework.telemetry.tracebacks import ExcInfo, to_exc_info
 
 if TYPE_CHECKING:
     from ergon_framework.connectors.base import Delivery, SettleResult
@@ -81,7 +82,7 @@ class Observer(Onlooker):
         outage: OutageLog | None = None,
     ) -> None:
         self._outline = outline
-        self._options = options
+        self.options = options
         self._outage = outage
         self._tracing = tracing(options, consumer=outline.kind == "consumer")
         # What is given to be produced may carry a trace already, but it is made here: its span belongs to the call.
@@ -108,7 +109,7 @@ class Observer(Onlooker):
     def fetching(self) -> StepWatch:
         root = None if self._rounds is None else self._rounds.present
         outline = self._outline.steps["fetch"]
-        self._fetching = Fetching(root, outline, counts=self._counts, options=self._options, outage=self._outage)
+        self._fetching = Fetching(root, outline, counts=self._counts, options=self.options, outage=self._outage)
         return self._fetching
 
     def fetched(self, deliveries: Sequence[Delivery] | None, error: BaseException | None) -> None:
@@ -141,7 +142,7 @@ class Observer(Onlooker):
             self._counts.paused = None
             self._say(logging.INFO, Event.LOOP_RESUMED, {})
             return
-        self._counts.paused = redaction.shown(self._options.redact, Attribute.REASON, reason)[:REASON]
+        self._counts.paused = redaction.shown(self.options.redact, Attribute.REASON, reason)[:REASON]
         self._say(logging.WARNING, Event.LOOP_PAUSED, {Field.REASON: self._counts.paused})
 
     def over(self, end: End) -> None:
@@ -166,10 +167,10 @@ class Observer(Onlooker):
         node = self._tracing.transaction(outline.transaction, root, carrier, told)
         if not node.recording:
             return Unrecorded(node, self._remember)
-        if self._options.record_payloads:
-            shown = redaction.shown(self._options.redact, Attribute.PAYLOAD, transaction.payload)
+        if self.options.record_payloads:
+            shown = redaction.shown(self.options.redact, Attribute.PAYLOAD, transaction.payload)
             node.tell({Attribute.PAYLOAD: shown})
-        return Watched(node, outline, own, options=self._options, remember=self._remember)
+        return Watched(node, outline, own, options=self.options, remember=self._remember)
 
     def _below(self, root: Node) -> Unrecorded:
         """For all transactions of a root that nobody sees: asking for a span costs more than all the rest."""
@@ -208,12 +209,26 @@ class Observer(Onlooker):
         if outcome.kind is not Kind.SUCCEEDED:
             level, event = _EVENTS[outcome.kind]
             if logs.log.isEnabledFor(level):
-                self._say(level, event, self._fields(outcome, node))
+                self._say(level, event, self._fields(outcome, node), self._raised(outcome))
 
     # -- what is logged -------------------------------------------------------------------------
 
-    def _say(self, level: int, event: str, fields: dict[str, Any]) -> None:
-        logs.say(level, event, {Field.TASK: self._outline.task, **fields})
+    def _say(self, level: int, event: str, fields: dict[str, Any], raised: tuple[ExcInfo, str] | None = None) -> None:
+        logs.say(level, event, {Field.TASK: self._outline.task, **fields}, raised=raised)
+
+    def _raised(self, outcome: Outcome) -> tuple[ExcInfo, str] | None:
+        """The error of a failed transaction with its traceback; a BUSINESS failure is a decision, and has none here."""
+        error, handler_error = outcome.error, outcome.handler_error
+        if error is None or outcome.kind not in (Kind.FAILED, Kind.HANDLER_FAILED):
+            return None
+        if handler_error is None and error.category is Category.BUSINESS:
+            return None
+        first, second = tracebacks_of(outcome, self.options)
+        shown = [] if first is None else [first]
+        if handler_error is not None and second is not None:
+            error = handler_error
+            shown.append(f"the exception handler failed too:\n{second}")
+        return (to_exc_info(error, self.options), "\n\n".join(shown)) if shown else None
 
     def _fields(self, outcome: Outcome, node: Node | None) -> dict[str, Any]:
         transaction, settlement = outcome.transaction, outcome.settlement
@@ -224,7 +239,7 @@ class Observer(Onlooker):
                 Field.OUTCOME: outcome.kind.value,
                 Field.ATTEMPTS: outcome.attempts,
                 Field.REASON: outcome.reason,
-                Field.STEP: outcome.notes[-1].step if outcome.notes else None,
+                Field.STEP: outcome.failed_step,
                 Field.STARTED: outcome.started if outcome.kind is Kind.RELEASED else None,
                 Field.STILL_RUNNING: outcome.still_running or None,
                 Field.DELAY: settlement.delay if isinstance(settlement, Later) else None,
@@ -232,6 +247,7 @@ class Observer(Onlooker):
                 Field.SPAN_ID: span_id,
             }
             | self._blame(outcome.error)
+            | self._blame_handler(outcome.handler_error)
         )
 
     def _blame(self, error: BaseException | None) -> dict[str, Any]:
@@ -239,11 +255,23 @@ class Observer(Onlooker):
             return {}
         category = getattr(error, "category", None)
         return {
-            Field.ERROR: redaction.message(self._options.redact, Attribute.EXCEPTION_MESSAGE, error),
+            Field.ERROR: self._message(error),
             Field.ERROR_TYPE: type(error.__cause__ or error).__name__,
             Field.CATEGORY: None if category is None else category.value,
             Field.CODE: getattr(error, "code", None),
         }
+
+    def _blame_handler(self, error: BaseException | None) -> dict[str, Any]:
+        if error is None:
+            return {}
+        return {
+            Field.HANDLER_ERROR: self._message(error),
+            Field.HANDLER_ERROR_TYPE: type(error.__cause__ or error).__name__,
+        }
+
+    def _message(self, error: BaseException) -> str:
+        hook, values = self.options.redact, self.options.record_payloads
+        return redaction.message(hook, Attribute.EXCEPTION_MESSAGE, error, values=values)
 
 
 class Fetching:
@@ -261,7 +289,7 @@ class Fetching:
         self._counts = counts
         self._outage = outage
         self._called = 0.0
-        self._redact = options.redact
+        self._options = options
         self._began = time.perf_counter()
         self._made = 0
         self._node: Node | None = None
@@ -271,7 +299,7 @@ class Fetching:
         if root.recording:
             self._node = root.child(outline.name)
         if self._node is not None and self._node.recording:
-            self._spans = Attempts(self._node, outline, {}, options.redact)
+            self._spans = Attempts(self._node, outline, {}, options)
         else:
             self._spans = Unrecorded(self._node or root, forget)
 
@@ -300,7 +328,7 @@ class Fetching:
             if got is not None:
                 self._node.tell({Attribute.BATCH_FETCHED: got})
             if error is not None:
-                blame(self._node, error, self._redact)
+                blame(self._node, error, self._options)
             self._node.end()
 
 

@@ -64,6 +64,7 @@ class Outcome:
         "result",
         "settlement",
         "started",
+        "tracebacks",
         "transaction",
     )
 
@@ -82,6 +83,8 @@ class Outcome:
         self.notes: list[Note] = []
         self.body: Call | None = None
         self.reason = reason
+        #: Of the two errors, as they may be shown; None until somebody asks for them.
+        self.tracebacks: tuple[str | None, str | None] | None = None
 
     @property
     def category(self) -> Category | None:
@@ -90,6 +93,11 @@ class Outcome:
     @property
     def still_running(self) -> bool:
         return self.body is not None and not self.body.left
+
+    @property
+    def failed_step(self) -> str | None:
+        """The step whose error ``error`` is; the exception handler has an error of its own."""
+        return next((note.step for note in reversed(self.notes) if note.step != "exception"), None)
 
     @property
     def succeeded_steps(self) -> tuple[str, ...]:

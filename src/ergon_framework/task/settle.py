@@ -18,9 +18,11 @@ from ergon_framework.connectors.base import (
 from ergon_framework.engine.effects import NEVER, Call, Script, call, gone, sleep, wait
 from ergon_framework.engine.outcome import Expired, Ok, Stopped
 from ergon_framework.errors import Category, ErgonError
-from ergon_framework.failure import Failure, describe
+from ergon_framework.failure import Failure, HandlerError, describe
 from ergon_framework.task.lifecycle import history
 from ergon_framework.task.report import Kind, Outcome, Report
+from ergon_framework.task.watched import tracebacks_of
+from ergon_framework.telemetry.options import DEFAULTS, TelemetryOptions
 
 if TYPE_CHECKING:
     from ergon_framework.engine.senses import Senses
@@ -72,11 +74,19 @@ def decide(outcome: Outcome, policy: SettlePolicy) -> Settlement:
 
 
 def failure_of(
-    outcome: Outcome, delivery: Delivery, reason: str, *, task: str, at: float, trace_id: str | None = None
+    outcome: Outcome,
+    delivery: Delivery,
+    reason: str,
+    *,
+    task: str,
+    at: float,
+    trace_id: str | None = None,
+    options: TelemetryOptions = DEFAULTS,
 ) -> Failure:
     """The failure record of *outcome*, which is put aside because of *reason*."""
     transaction, error = outcome.transaction, outcome.error
     cause = None if error is None else error.__cause__ or error
+    traceback, handler_traceback = tracebacks_of(outcome, options)
     told = {
         "task_name": task,
         "transaction_id": transaction.id,
@@ -86,19 +96,33 @@ def failure_of(
         "idempotency_key": transaction.id,
         "reason_code": reason,
         "error_type": "DeadLetter" if cause is None else type(cause).__name__,
-        "error_message": reason if error is None else describe(error),
+        "error_message": reason if error is None else describe(error, values=options.record_payloads),
         "attempts": outcome.attempts,
         "occurred_at": at,
         "category": _without_error(outcome) if error is None else error.category,
-        "step": outcome.notes[-1].step if outcome.notes else None,
+        "step": outcome.failed_step,
         "final": error is not None and error.final,
         "still_running": outcome.still_running,
         "succeeded_steps": outcome.succeeded_steps,
         "deliveries": delivery.deliveries,
         "trace_id": trace_id,
         "history": history(outcome),
+        "traceback": traceback,
+        "handler_error": _handler_error(outcome.handler_error, handler_traceback, options),
     }
     return Failure(**told | _particulars(error, told))
+
+
+def _handler_error(error: ErgonError | None, traceback: str | None, options: TelemetryOptions) -> HandlerError | None:
+    if error is None:
+        return None
+    return HandlerError(
+        error_type=type(error.__cause__ or error).__name__,
+        error_message=describe(error, values=options.record_payloads),
+        category=error.category,
+        code=error.code,
+        traceback=traceback,
+    )
 
 
 def _particulars(error: ErgonError | None, told: Mapping[str, Any]) -> dict[str, Any]:

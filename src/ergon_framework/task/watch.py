@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from ergon_framework.telemetry.options import DEFAULTS, TelemetryOptions
+
 if TYPE_CHECKING:
     from ergon_framework.connectors.base import Delivery, SettleResult
     from ergon_framework.engine.attempts import StepWatch
@@ -19,6 +21,9 @@ class Onlooker:
     ``begin`` and what it returns are called wherever the transaction runs, on several threads at
     once in the threaded variant; ``ended`` and ``settled`` by whoever settles; the rest by the loop.
     """
+
+    #: What may be recorded.
+    options: TelemetryOptions = DEFAULTS
 
     def began(self, slots: Callable[[], tuple[int, int, int]]) -> None:
         """The loop begins; *slots* says at any time how many run, are abandoned, and wait for a slot."""

@@ -10,12 +10,12 @@ from ergon_framework.engine.attempts import Deferred, Ended, Failed, Step
 from ergon_framework.engine.outcome import Ok, Stopped
 from ergon_framework.errors import ErgonError
 from ergon_framework.task.outline import Outline, StepOutline
-from ergon_framework.task.report import Outcome
+from ergon_framework.task.report import Kind, Outcome
 from ergon_framework.telemetry import redaction
-from ergon_framework.telemetry.names import Attribute
+from ergon_framework.telemetry.names import Attribute, ExceptionEvent
 from ergon_framework.telemetry.options import TelemetryOptions
-from ergon_framework.telemetry.redaction import Redact
 from ergon_framework.telemetry.spans import Node
+from ergon_framework.telemetry.tracebacks import find_raised, format_traceback
 
 #: Is told where an outcome can be found.
 Remember: TypeAlias = Callable[[Outcome, Node], None]
@@ -53,13 +53,13 @@ class Unrecorded:
 class Attempts:
     """The attempts of one step."""
 
-    __slots__ = ("_attempt", "_node", "_outline", "_own", "_redact")
+    __slots__ = ("_attempt", "_node", "_options", "_outline", "_own")
 
-    def __init__(self, node: Node, outline: StepOutline, own: Mapping[str, Any], redact: Redact) -> None:
+    def __init__(self, node: Node, outline: StepOutline, own: Mapping[str, Any], options: TelemetryOptions) -> None:
         self._node = node
         self._outline = outline
         self._own = own
-        self._redact = redact
+        self._options = options
         #: The present attempt; before the first there is none, and nobody asks for it.
         self._attempt = node
 
@@ -72,7 +72,8 @@ class Attempts:
     def attempted(self, number: int, error: BaseException | None) -> None:  # noqa: ARG002 - there is one at a time
         node = self._attempt
         if error is not None:
-            blame(node, error, self._redact)
+            record(node, error, format_traceback(error, self._options), self._options)
+            blame(node, error, self._options)
         node.end()
 
 
@@ -99,12 +100,12 @@ class Watched:
         outline = self._outline.steps[step.name]
         self._step_name = step.name
         self._step = node = self._node.child(outline.name)
-        return Attempts(node, outline, self._own, self._options.redact) if node.recording else Unrecorded(node, forget)
+        return Attempts(node, outline, self._own, self._options) if node.recording else Unrecorded(node, forget)
 
     def stepped(self, ended: Ended) -> None:
         node = self._step
         if isinstance(ended, Failed | Deferred):
-            blame(node, ended.error, self._options.redact)
+            blame(node, ended.error, self._options)
             node.tell({Attribute.OUTCOME: "failed" if isinstance(ended, Failed) else "deferred"})
         elif isinstance(ended, Stopped):
             node.tell({Attribute.OUTCOME: "stopped"})
@@ -119,15 +120,43 @@ class Watched:
             told[Attribute.REASON] = outcome.reason
         node.tell(told)
         if outcome.error is not None:
-            blame(node, outcome.error, self._options.redact)
+            if outcome.kind is Kind.FAILED or outcome.kind is Kind.HANDLER_FAILED:
+                self._record(outcome)
+            blame(node, outcome.error, self._options)
         node.end()
         self._remember(outcome, node)
 
+    def _record(self, outcome: Outcome) -> None:
+        """Record the error, and that of the exception handler."""
+        tracebacks = tracebacks_of(outcome, self._options)
+        for error, trace in zip((outcome.error, outcome.handler_error), tracebacks, strict=True):
+            if error is not None:
+                record(self._node, error, trace, self._options)
 
-def blame(node: Node, error: BaseException, redact: Redact) -> None:
+
+def tracebacks_of(outcome: Outcome, options: TelemetryOptions) -> tuple[str | None, str | None]:
+    """The tracebacks of the error of *outcome* and of its handler's, formatted once for all who show them."""
+    tracebacks = outcome.tracebacks
+    if tracebacks is None:
+        tracebacks = format_traceback(outcome.error, options), format_traceback(outcome.handler_error, options)
+        outcome.tracebacks = tracebacks
+    return tracebacks
+
+
+def record(node: Node, error: BaseException, trace: str | None, options: TelemetryOptions) -> None:
+    """Record *error* as an event of *node*, with the traceback *trace* if there is one."""
+    raised = find_raised(error)
+    attributes = {
+        ExceptionEvent.TYPE: type(raised).__qualname__,
+        ExceptionEvent.MESSAGE: _message(raised, options),
+    }
+    node.record(attributes if trace is None else attributes | {ExceptionEvent.STACKTRACE: trace})
+
+
+def blame(node: Node, error: BaseException, options: TelemetryOptions) -> None:
     """Say in *node* what went wrong."""
     cause = error.__cause__ if isinstance(error, ErgonError) and error.__cause__ is not None else error
-    text = redaction.message(redact, Attribute.EXCEPTION_MESSAGE, error)
+    text = _message(error, options)
     attributes: dict[str, Any] = {Attribute.EXCEPTION_TYPE: type(cause).__name__, Attribute.EXCEPTION_MESSAGE: text}
     if isinstance(error, ErgonError):
         attributes[Attribute.CATEGORY] = error.category.value
@@ -135,6 +164,10 @@ def blame(node: Node, error: BaseException, redact: Redact) -> None:
             attributes[Attribute.CODE] = error.code
     node.tell(attributes)
     node.fail(text)
+
+
+def _message(error: BaseException, options: TelemetryOptions) -> str:
+    return redaction.message(options.redact, Attribute.EXCEPTION_MESSAGE, error, values=options.record_payloads)
 
 
 def _result(ended: Ok, options: TelemetryOptions) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any, Final
 from ergon_framework import scope
 from ergon_framework.telemetry.context import current_ids
 from ergon_framework.telemetry.names import LIBRARY, Event, Field
+from ergon_framework.telemetry.tracebacks import ExcInfo
 
 #: What the loops say.
 log: Final = logging.getLogger(f"{LIBRARY}.task")
@@ -30,12 +31,14 @@ def say(
     *,
     to: logging.Logger = log,
     exc_info: BaseException | None = None,
+    raised: tuple[ExcInfo, str] | None = None,
     keep_none: bool = False,
 ) -> None:
     """Log *event* with *fields* to the logger *to*.
 
     Fields that are None are left out; with *keep_none* they stay attributes of the record. A record about a transaction
-    has a correlation id, which is the transaction's id if it has no other.
+    has a correlation id, which is the transaction's id if it has no other. *raised* is an error with its traceback as
+    it may be printed; *exc_info* is one that is printed as it is.
     """
     if not to.isEnabledFor(level):
         return
@@ -46,7 +49,15 @@ def say(
         # The template is the same for each record of an event, so that error trackers group them.
         template = " ".join([event, *(f"{name}=%s" for name in known)])
         extra = {Field.EVENT: event, **(fields if keep_none else known)}
-        to.log(level, template, *map(quote, known.values()), extra=extra, exc_info=exc_info, stacklevel=2)
+        values = tuple(map(quote, known.values()))
+        if raised is None:
+            to.log(level, template, *values, extra=extra, exc_info=exc_info, stacklevel=2)
+            return
+        file, line, function, _ = to.findCaller(stacklevel=2)
+        record = to.makeRecord(to.name, level, file, line, template, values, raised[0], function, extra)
+        # Formatters print this text and do not format the error again.
+        record.exc_text = raised[1]
+        to.handle(record)
 
 
 def _with_correlation(fields: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -39,6 +39,15 @@ class Span:
     EXECUTOR: Final = "rrq.executor"
 
 
+class ExceptionEvent:
+    """The event of a span that records an error, as the semantic conventions of OpenTelemetry name it."""
+
+    NAME: Final = "exception"
+    TYPE: Final = "exception.type"
+    MESSAGE: Final = "exception.message"
+    STACKTRACE: Final = "exception.stacktrace"
+
+
 class Attribute:
     """Keys of attributes, of spans and of metrics."""
 
@@ -527,6 +536,8 @@ class Field:
     STARTED: Final = "started"
     ERROR: Final = "error"
     ERROR_TYPE: Final = "error_type"
+    HANDLER_ERROR: Final = "handler_error"
+    HANDLER_ERROR_TYPE: Final = "handler_error_type"
     TRACE_ID: Final = "trace_id"
     SPAN_ID: Final = "span_id"
     END: Final = "end"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from opentelemetry.metrics import MeterProvider
 from opentelemetry.trace import TracerProvider
@@ -16,17 +17,24 @@ class TelemetryOptions:
     """Set as the attribute ``telemetry`` of a task; without it, the defaults.
 
     Results and payloads are recorded only if they are asked for here, and then only as *redact*
-    leaves them. The providers are the global ones unless they are given.
+    leaves them; with payloads, validation errors quote their input too. ``record_tracebacks=False`` leaves
+    tracebacks out of logs, spans and failure records. The providers are the global ones unless they are given.
     """
 
     record_results: bool = False
     record_payloads: bool = False
+    record_tracebacks: bool = True
     redact: Redact = redact
     tracer_provider: TracerProvider | None = None
     meter_provider: MeterProvider | None = None
 
 
 DEFAULTS = TelemetryOptions()
+
+
+def without_tracebacks(task: Any) -> None:
+    """Have *task* record no tracebacks, whatever its own options say."""
+    task.telemetry = replace(options_of(task), record_tracebacks=False)
 
 
 def options_of(task: object) -> TelemetryOptions:

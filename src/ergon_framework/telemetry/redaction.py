@@ -62,9 +62,9 @@ def shown(hook: Redact, key: str, value: Any) -> str:
         return HIDDEN
 
 
-def message(hook: Redact, key: str, error: BaseException) -> str:
-    """What may be recorded of an error's message: at most 500 characters."""
-    return shown(hook, key, describe(error))
+def message(hook: Redact, key: str, error: BaseException, *, values: bool = False) -> str:
+    """What may be recorded of an error's message: at most 500 characters; *values* as for ``describe``."""
+    return shown(hook, key, describe(error, values=values))
 
 
 def _readable(value: Any) -> Any:

@@ -14,7 +14,7 @@ from opentelemetry.trace import INVALID_SPAN, Link, Span, SpanKind, Status, Stat
 
 from ergon_framework.telemetry import logs
 from ergon_framework.telemetry.context import ids, inbound, within
-from ergon_framework.telemetry.names import LIBRARY
+from ergon_framework.telemetry.names import LIBRARY, ExceptionEvent
 from ergon_framework.telemetry.options import TelemetryOptions
 
 
@@ -53,6 +53,10 @@ class Node:
 
     def tell(self, attributes: Mapping[str, Any]) -> None:
         self.span.set_attributes(attributes)
+
+    def record(self, attributes: Mapping[str, Any]) -> None:
+        """Add an event that records an exception."""
+        self.span.add_event(ExceptionEvent.NAME, attributes)
 
     def fail(self, message: str) -> None:
         self.span.set_status(Status(StatusCode.ERROR, message))

@@ -22,7 +22,7 @@ from ergon_framework.engine.outcome import Err, Expired, Ok, Stopped
 from ergon_framework.engine.senses import Senses
 from ergon_framework.engine.slots import Mailbox
 from ergon_framework.errors import Category
-from ergon_framework.failure import Attempt, Failure
+from ergon_framework.failure import Attempt, Failure, HandlerError
 from ergon_framework.task.exceptions import BusinessError, TransactionException
 from ergon_framework.task.mixins.policies import SettlePolicy
 from ergon_framework.task.report import Kind, Outcome, Report
@@ -364,6 +364,7 @@ def test_a_record_says_everything_that_is_known() -> None:
     error = TransactionException("it broke", Category.TIMEOUT, final=True, code="slow")
     error.__cause__ = KeyError("k")
     made.error, made.attempts, made.processed = error, 4, True
+    made.handler_error = TransactionException("no ticket", Category.SYSTEM, code="tickets")
     made.body = Call("process", abs, ())
     made.notes = [Note("process", 3, error, at=9.0), Note("exception", 0, BusinessError("x"), at=10.0)]
     past = Attempt(attempt=3, category=Category.TIMEOUT, code="slow", error="it broke", at=9.0)
@@ -381,14 +382,26 @@ def test_a_record_says_everything_that_is_known() -> None:
         attempts=4,
         occurred_at=12.0,
         category=Category.TIMEOUT,
-        step="exception",
+        step="process",
         final=True,
         still_running=True,
         succeeded_steps=("process",),
         deliveries=6,
         trace_id="t-1",
         history=(past,),
+        handler_error=HandlerError(
+            error_type="TransactionException", error_message="no ticket", category=Category.SYSTEM, code="tickets"
+        ),
     )
+
+
+@pytest.mark.spec("DX-03")
+def test_the_step_of_a_record_is_that_of_its_error() -> None:
+    made = Outcome(Transaction("1"), Kind.FAILED)
+    made.error = BusinessError("no")
+    assert recorded(made).step is None
+    made.notes = [Note("process", 0, made.error, at=1.0), Note("exception", 0, made.error, at=2.0)]
+    assert recorded(made).step == "process"
 
 
 def recorded(made: Outcome) -> Failure:

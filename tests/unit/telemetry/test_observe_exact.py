@@ -500,7 +500,7 @@ def test_the_end_of_a_transaction_is_told_with_all_that_is_known(caplog):
         "outcome": "handler_failed",
         "attempts": 3,
         "reason": "stop",
-        "step": "exception",
+        "step": "process",
         "still_running": True,
         "delay": 7.5,
         "trace_id": f"{start.trace_id:032x}",

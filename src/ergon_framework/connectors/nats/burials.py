@@ -80,11 +80,29 @@ def fitted(request: Request, most: int) -> Request | None:
     told = json.loads(request.headers.get(_RECORD, "{}"))
     if not told:
         return None
+    for shorten in (_drop_tracebacks, _drop_history, _drop_failure):
+        shorten(told)
+        shorter = request._replace(headers={**request.headers, _RECORD: json.dumps(told)})
+        if shorter.size <= most:
+            return shorter
+    return None
+
+
+def _drop_tracebacks(told: dict[str, Any]) -> None:
+    for error in (told["failure"], (told["failure"] or {}).get("handler_error")):
+        if error:
+            error["traceback"] = None
+
+
+def _drop_history(told: dict[str, Any]) -> None:
     told["envelope"]["history"] = []
     told["envelope"]["deferral"] = None
+    if told["failure"]:
+        told["failure"]["history"] = []
+
+
+def _drop_failure(told: dict[str, Any]) -> None:
     told["failure"] = None
-    shorter = request._replace(headers={**request.headers, _RECORD: json.dumps(told)})
-    return shorter if shorter.size <= most else None
 
 
 def own(headers: dict[str, str]) -> dict[str, str]:

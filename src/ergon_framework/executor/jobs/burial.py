@@ -11,6 +11,8 @@ from ergon_framework.failure import Failure, describe
 from ergon_framework.task.exceptions import TransactionException
 from ergon_framework.task.mixins.policies import SettlePolicy
 from ergon_framework.telemetry.context import current_ids
+from ergon_framework.telemetry.options import DEFAULTS, TelemetryOptions
+from ergon_framework.telemetry.tracebacks import format_traceback
 from ergon_framework.transaction import Transaction
 
 
@@ -21,6 +23,8 @@ class Buried(TransactionException):
         super().__init__(blame.message, blame.category, final=True, code=blame.code)
         self.blame = blame
         self.attempt_number = attempt_number
+        if blame.traceback is not None:
+            self.particulars = {"traceback": blame.traceback}
 
 
 def later(message: str, delay: float, *, code: str, category: Category = Category.SYSTEM) -> TransactionException:
@@ -28,7 +32,7 @@ def later(message: str, delay: float, *, code: str, category: Category = Categor
     return TransactionException(message, category, later=True, retry_after=delay, code=code)
 
 
-def letter(task: str, transaction: Transaction, error: Buried) -> DeadLetter:
+def letter(task: str, transaction: Transaction, error: Buried, options: TelemetryOptions = DEFAULTS) -> DeadLetter:
     """The dead letter of a job says what its row says, attempts included."""
     code, ids = error.code or error.category.value.lower(), current_ids()
     failure = Failure(
@@ -47,6 +51,7 @@ def letter(task: str, transaction: Transaction, error: Buried) -> DeadLetter:
         step="process",
         final=error.blame.final,
         trace_id=None if ids is None else ids[0],
+        traceback=format_traceback(error, options),
     )
     return DeadLetter(code, failure)
 

@@ -42,6 +42,7 @@ from ergon_framework.task.mixins.consumer import AsyncConsumerMixin, OnOutcome
 from ergon_framework.task.mixins.policies import ConsumerPolicy, RetryPolicy, SettlePolicy
 from ergon_framework.task.report import Report
 from ergon_framework.telemetry.context import outbound
+from ergon_framework.telemetry.options import options_of
 from ergon_framework.transaction import Transaction
 
 #: Seconds between two looks for kills, while something runs; and between two rounds of throwing away what has expired.
@@ -275,6 +276,8 @@ class JobTask(AsyncConsumerMixin, AsyncTask):
                 place=place,
             )
             self._usual += _WEIGHT * (time.monotonic() - began - self._usual)
+            if not options_of(self).record_tracebacks:
+                outcome = outcome.model_copy(update={"error_traceback": None})
             return self._conclude(outcome, attempt)
         except ErgonError as error:
             if error.later and not error.final:
@@ -364,7 +367,7 @@ class JobTask(AsyncConsumerMixin, AsyncTask):
         """The dead letter of a job says what its row says, attempts included; what the policy acks is acked."""
         if not isinstance(exc, Buried) or acked(exc.category, self._settle):
             return None
-        return letter(self.name, transaction, exc)
+        return letter(self.name, transaction, exc, options_of(self))
 
 
 def _read(body: Any) -> tuple[str, list[Any], dict[str, Any]]:

@@ -63,7 +63,8 @@ def _events(job: Job) -> list[Event]:
             delay = {"due": _moment(job.due_at)}
         words = f"{job.error.code}: {job.error.message}"
         what = "attempt failed" if ended is None else job.state.value
-        events.append(Event(at=ended, what=what, verdict=job.error.category.value, words=words, values=delay))
+        verdict, trace = job.error.category.value, job.error.traceback
+        events.append(Event(at=ended, what=what, verdict=verdict, words=words, values=delay, traceback=trace))
     elif job.ended_at is not None:
         events.append(Event(at=job.ended_at.timestamp(), what=job.state.value))
     return events

@@ -7,7 +7,7 @@ import time
 from ergon_framework.connectors.base import DeadLetter
 from ergon_framework.connectors.deadletters import Became, DeadLetterQuery
 from ergon_framework.errors import Category
-from ergon_framework.failure import Attempt, Failure
+from ergon_framework.failure import TRACEBACK, Attempt, Failure, HandlerError
 from ergon_framework.testing.conformance.check import SHORT, dead_letters, expect, repeatable, rule
 from ergon_framework.testing.conformance.client import Client
 from ergon_framework.testing.conformance.counting import DEFERRAL, TRACE
@@ -27,6 +27,15 @@ def _failure(transaction_id: str) -> Failure:
         transaction_id=transaction_id,
         category=Category.BUSINESS,
         history=(Attempt(attempt=0, category=Category.SYSTEM, error="it broke", at=NOW),),
+        # As large as they may be, in characters that some formats write in six.
+        traceback="ü" * (TRACEBACK // 2),
+        handler_error=HandlerError(
+            error_type="OSError",
+            error_message="kein Netz für \u0001",
+            category=Category.SYSTEM,
+            code="offline",
+            traceback="x" * TRACEBACK,
+        ),
         detail={"left": 0},
     )
 

@@ -1,0 +1,162 @@
+"""Tracebacks: where an error was raised, as bounded and redacted text without the values of variables."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import traceback
+from collections.abc import Sequence
+from types import FrameType, TracebackType
+from typing import Any, Final, TypeAlias
+
+from ergon_framework.errors import ErgonError, to_storable
+from ergon_framework.failure import TRACEBACK, describe
+from ergon_framework.telemetry import redaction
+from ergon_framework.telemetry.names import LIBRARY, Attribute, ExceptionEvent
+from ergon_framework.telemetry.options import TelemetryOptions
+
+#: The most frames and errors of a chain that one traceback has.
+MAX_FRAMES: Final = 20
+MAX_ERRORS: Final = 5
+#: The longest file name or source line, in characters.
+MAX_LINE: Final = 160
+
+ExcInfo: TypeAlias = tuple[type[BaseException], BaseException, TracebackType | None]
+_Frames: TypeAlias = list[tuple[FrameType, int]]
+
+
+def format_traceback(error: BaseException | None, options: TelemetryOptions) -> str | None:
+    """Format where *error* and its causes were raised; None if *options* or the error leave nothing to show.
+
+    Frames of the framework above the user's function are left out. An error of the framework that no user
+    code raised explains itself and has no traceback, unless it brings that of another process.
+    """
+    if error is None or not options.record_tracebacks:
+        return None
+    remote = error.particulars.get("traceback") if isinstance(error, ErgonError) else None
+    if remote is not None:
+        # Its end names the error.
+        return _redact(remote, options)[-TRACEBACK:].decode(errors="ignore")
+    try:
+        chain = _chain(find_raised(error))
+        if not any(frames for _, _, frames in chain):
+            return None
+        return _redact("\n".join(_lines(chain, options)), options)[:TRACEBACK].decode(errors="ignore")
+    except Exception:  # noqa: BLE001 - errors and hooks are foreign code; a failure is recorded without its traceback
+        return None
+
+
+def to_exc_info(error: BaseException, options: TelemetryOptions) -> ExcInfo:
+    """Return what a log record carries of *error*: its traceback from the user's function on.
+
+    A handler of the program may format the error itself. Where redaction changes a message of the chain, a
+    stand-in with the redacted message takes the error's place.
+    """
+    raised = find_raised(error)
+    entry = _entry(raised.__traceback__)
+    if all(_is_shown_as_raised(one, options) for _, one in _errors(raised)):
+        return type(raised), raised, entry
+    message = _message(raised, options)
+    return ErgonError, ErgonError(f"{type(raised).__qualname__}: {message}").with_traceback(entry), entry
+
+
+def find_raised(error: BaseException) -> BaseException:
+    """Return what user code raised: the engine wraps it in an error that was never raised itself."""
+    while error.__traceback__ is None and error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _is_shown_as_raised(error: BaseException, options: TelemetryOptions) -> bool:
+    return _message(error, options) == describe(error, values=True)
+
+
+def _message(error: BaseException, options: TelemetryOptions) -> str:
+    return redaction.message(options.redact, Attribute.EXCEPTION_MESSAGE, error, values=options.record_payloads)
+
+
+# -- the chain ------------------------------------------------------------------------------------
+
+
+def _errors(error: BaseException) -> list[tuple[str, BaseException]]:
+    """List *error* and what led to it, each with the words that join it to the one before."""
+    waiting: list[tuple[str, BaseException]] = [("", error)]
+    errors: list[tuple[str, BaseException]] = []
+    while waiting and len(errors) < MAX_ERRORS:
+        joint, one = waiting.pop(0)
+        if any(one is known for _, known in errors):
+            continue
+        errors.append((joint, one))
+        if isinstance(one, BaseExceptionGroup):
+            waiting += [("member of the group:", member) for member in one.exceptions]
+        if one.__cause__ is not None:
+            waiting.append(("caused by:", one.__cause__))
+        elif one.__context__ is not None and not one.__suppress_context__:
+            waiting.append(("raised while handling:", one.__context__))
+    return errors
+
+
+def _chain(error: BaseException) -> list[tuple[str, BaseException, _Frames]]:
+    """List the errors of a chain with their frames; no frames at all if no user code is among them."""
+    chain = [(joint, one, _frames(one.__traceback__)) for joint, one in _errors(error)]
+    if isinstance(error, ErgonError) and not any(_is_users(frame) for _, _, frames in chain for frame, _ in frames):
+        return [(joint, one, []) for joint, one, _ in chain]
+    return chain
+
+
+def _frames(trace: TracebackType | None) -> _Frames:
+    return list(traceback.walk_tb(_entry(trace)))
+
+
+def _entry(trace: TracebackType | None) -> TracebackType | None:
+    """Return *trace* from the first frame of user code on; all of it where there is none."""
+    users = trace
+    while users is not None and not _is_users(users.tb_frame):
+        users = users.tb_next
+    return users or trace
+
+
+def _is_users(frame: FrameType) -> bool:
+    top = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    return top != LIBRARY and top not in sys.stdlib_module_names
+
+
+# -- the text -------------------------------------------------------------------------------------
+
+
+def _lines(chain: Sequence[tuple[str, BaseException, _Frames]], options: TelemetryOptions) -> list[str]:
+    lines: list[str] = []
+    spare = MAX_FRAMES - sum(min(len(frames), MAX_FRAMES // len(chain)) for _, _, frames in chain)
+    for joint, error, frames in chain:
+        share = min(len(frames), MAX_FRAMES // len(chain))
+        more = min(spare, len(frames) - share)
+        spare -= more
+        lines += [joint] if joint else []
+        lines += _shown(frames, share + more)
+        lines.append(f"{type(error).__qualname__}: {describe(error, values=options.record_payloads)}")
+    return lines
+
+
+def _shown(frames: _Frames, most: int) -> list[str]:
+    """Show *most* of *frames*: the first ones, where the user's function is, and the last ones, where it failed."""
+    first = len(frames) if len(frames) <= most else most // 4
+    last = len(frames) - (most - first)
+    lines = [line for frame in frames[:first] for line in _frame(*frame)]
+    if first < last:
+        lines.append(f"... {last - first} frames left out")
+    return lines + [line for frame in frames[max(first, last) :] for line in _frame(*frame)]
+
+
+def _frame(frame: FrameType, number: int) -> list[str]:
+    code = frame.f_code
+    place = f"{code.co_filename[-MAX_LINE:]}:{number} in {code.co_name[:MAX_LINE]}"
+    source = linecache.getline(code.co_filename, number, frame.f_globals).strip()[:MAX_LINE]
+    return [place, f"    {source}"] if source else [place]
+
+
+def _redact(shown: str, options: TelemetryOptions) -> bytes:
+    try:
+        kept: Any = options.redact(ExceptionEvent.STACKTRACE, to_storable(shown))
+    except Exception:  # noqa: BLE001 - the hook is foreign code; when in doubt nothing is shown
+        kept = None
+    return (kept if isinstance(kept, str) else redaction.HIDDEN).encode(errors="backslashreplace")
