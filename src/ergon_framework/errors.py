@@ -7,9 +7,10 @@ import pickle  # nosec - only loads what stands inside a pickle that somebody is
 from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Any, Final, Self, TypeAlias
+from typing import Any, Final, Self, TypeAlias, get_args
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails, core_schema
 
 
 class Category(StrEnum):
@@ -75,16 +76,23 @@ class ErgonError(Exception):
 def text(error: BaseException, *, values: bool = False) -> str:
     """Return the message of *error*, also when its own ``__str__`` fails.
 
-    The text of a validation error of pydantic quotes the input, which is the payload. Without *values* it is
-    replaced by the locations and the error types, also where the message of another error repeats it.
+    Without *values* validation errors of pydantic are reduced to locations and error types.
     """
     try:
-        message = str(error)
-        for invalid in _validation_errors(error):
-            full, reduced = str(invalid), explain_validation(invalid)
-            message = message.replace(reduced, full) if values else message.replace(full, reduced)
+        return reduce_validation(str(error), error, values=values)
     except Exception:  # noqa: BLE001 - an error that cannot speak must not replace the one being told
         return f"{type(error).__qualname__} without a readable message"
+
+
+def reduce_validation(message: str, error: BaseException, *, values: bool = False) -> str:
+    """Return *message*, which was made of *error* and its causes, without the input of validation errors of pydantic.
+
+    The text of such an error quotes the input, which is the payload. Its locations and error types take its place;
+    with *values* it is the other way round.
+    """
+    for invalid in _validation_errors(error):
+        full, reduced = str(invalid), explain_validation(invalid)
+        message = message.replace(reduced, full) if values else message.replace(full, reduced)
     return message
 
 
@@ -101,6 +109,16 @@ def explain_validation(error: ValidationError) -> str:
         places.append(f"and {len(faults) - _MAX_FAULTS} more")
     count = "1 validation error" if len(faults) == 1 else f"{len(faults)} validation errors"
     return f"{count} for {error.title}: {'; '.join(places)}"
+
+
+#: What a message of pydantic may be filled with that is not a constant of the type.
+_OF_THE_INPUT: Final = frozenset({"error", "tag", "tz_actual"})
+
+
+def explain_fault(fault: ErrorDetails) -> str:
+    """Return what pydantic says of one fault, or its type where the message may quote the input."""
+    known = fault["type"] in get_args(core_schema.ErrorType)
+    return fault["msg"] if known and not _OF_THE_INPUT.intersection(fault.get("ctx", ())) else fault["type"]
 
 
 def _validation_errors(error: BaseException) -> Iterator[ValidationError]:

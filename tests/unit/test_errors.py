@@ -8,6 +8,7 @@ import pickle
 import threading
 
 import pytest
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from ergon_framework.errors import (
     Category,
@@ -213,3 +214,50 @@ def test_a_missing_module_is_answered_with_the_extra_that_brings_it():
     )
     assert isinstance(caught.value, ImportError)
     assert isinstance(caught.value.__cause__, ModuleNotFoundError)
+
+
+# -- validation errors ----------------------------------------------------------------------------
+
+
+class Order(BaseModel):
+    total: int
+
+
+def invalid(value="secret-value"):
+    with pytest.raises(ValidationError) as caught:
+        Order.model_validate({"total": value})
+    return caught.value
+
+
+@pytest.mark.spec("DX-18")
+def test_the_text_of_a_validation_error_has_locations_and_types_and_no_value():
+    error = invalid()
+    reduced = "1 validation error for Order: total: int_parsing"
+    assert text(error) == reduced
+    assert text(error, values=True) == str(error)
+    assert text(RuntimeError(error)) == reduced
+    chained = RuntimeError(f"bad: {error}")
+    chained.__cause__ = KeyError("k")
+    chained.__cause__.__context__ = error
+    assert text(chained) == f"bad: {reduced}"
+    wrapped = ErgonError(text(chained))
+    wrapped.__cause__ = chained
+    assert text(wrapped, values=True) == f"bad: {error}"
+
+
+@pytest.mark.spec("DX-18")
+def test_many_faults_are_counted_and_the_value_itself_has_a_name():
+    with pytest.raises(ValidationError) as many:
+        TypeAdapter(list[int]).validate_python(["secret-value"] * 30)
+    assert text(many.value).startswith("30 validation errors for list[int]: 0: int_parsing; 1: int_parsing")
+    assert text(many.value).endswith("; and 20 more")
+    with pytest.raises(ValidationError) as bare:
+        TypeAdapter(int).validate_python("secret-value")
+    assert text(bare.value) == "1 validation error for int: value: int_parsing"
+
+
+@pytest.mark.spec("DX-18")
+def test_a_circle_of_errors_has_a_text():
+    first, second = KeyError("a"), KeyError("b")
+    first.__cause__, second.__cause__ = second, first
+    assert text(first) == "'a'"

@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar, overload
 from pydantic import ConfigDict, ValidationError, validate_call
 from pydantic.errors import PydanticUserError
 
-from ergon_framework.errors import Category, ConfigurationError, ErgonError
+from ergon_framework.errors import Category, ConfigurationError, ErgonError, explain_fault
 from ergon_framework.executor.protocol import LONGEST_NAME
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -79,13 +79,13 @@ class Handler:
 
     def _told(self, error: ValidationError) -> str:
         names = list(inspect.signature(self.function).parameters)
-        faults = error.errors(include_url=False, include_context=False, include_input=False)
+        faults = error.errors(include_url=False, include_input=False)
         told = []
         for fault in faults[:_NAMED]:
             first, *rest = fault["loc"] or ("",)
             name = names[first] if isinstance(first, int) and first < len(names) else str(first)[:LONGEST_SHOWN]
             place = ".".join([name, *(str(part)[:LONGEST_SHOWN] for part in rest)])
-            told.append(f"{place}: {fault['msg'].removeprefix('Value error, ')}")
+            told.append(f"{place}: {explain_fault(fault)}")
         more = len(faults) - _NAMED
         return f"{self.name}: " + "; ".join(told) + (f"; and {more} more" if more > 0 else "")
 

@@ -22,7 +22,7 @@ from pydantic import BaseModel
 from pydantic_core import to_json, to_jsonable_python
 
 from ergon_framework import scope as scopes
-from ergon_framework.errors import Category, ErgonError, is_sound, text
+from ergon_framework.errors import Category, ErgonError, is_sound, reduce_validation, text
 from ergon_framework.executor import job
 from ergon_framework.executor.lines import LineError, Overlong, parsed
 from ergon_framework.executor.observe import Observer
@@ -259,6 +259,7 @@ def _trace(error: BaseException) -> str | None:
         inner = inner.tb_next
     try:
         told = "".join(traceback.format_exception(type(error), error, inner, limit=-CALLS))
+        told = reduce_validation(told, error)
     except Exception:  # noqa: BLE001 - an exception that cannot be told must not replace its outcome
         return None
     return cut(told, LONGEST_TRACEBACK)

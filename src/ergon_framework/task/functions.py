@@ -8,7 +8,7 @@ from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from ergon_framework.errors import Category, ConfigurationError
+from ergon_framework.errors import Category, ConfigurationError, explain_fault
 from ergon_framework.task.exceptions import TransactionException
 from ergon_framework.transaction import Transaction
 
@@ -28,8 +28,8 @@ class Payload:
         except ValidationError as error:
             # Places and rules, not values: messages end up in logs.
             faults = "; ".join(
-                f"{'.'.join(map(str, fault['loc'])) or 'payload'}: {fault['msg']}"
-                for fault in error.errors(include_url=False, include_input=False, include_context=False)
+                f"{'.'.join(map(str, fault['loc'])) or 'payload'}: {explain_fault(fault)}"
+                for fault in error.errors(include_url=False, include_input=False)
             )
             raise TransactionException(
                 f"the payload does not fit: {faults}", Category.BUSINESS, final=True, code="invalid_payload"

@@ -21,7 +21,7 @@ from opentelemetry import baggage, trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from pydantic import BaseModel, Field
+from pydantic import AfterValidator, BaseModel, Field
 
 from ergon_framework import scope
 from ergon_framework.errors import Category, ConfigurationError, ErgonError
@@ -116,6 +116,32 @@ def test_whatever_a_handler_raises_is_its_outcome(flavour, error):
     assert got.error_message == str(error)
     assert "in fails" in got.error_traceback
     assert "executor/runtime.py" not in got.error_traceback
+
+
+class Invoice(BaseModel):
+    total: int
+
+
+@pytest.mark.spec("DX-18")
+def test_a_validation_error_of_a_handler_shows_no_value():
+    def validates(total: str):
+        Invoice.model_validate({"total": total})
+
+    got = asked(validates, "secret-value")
+    assert got.error_message == "1 validation error for Invoice: total: int_parsing"
+    assert "in validates" in got.error_traceback
+    assert "secret-value" not in got.error_traceback
+
+
+@pytest.mark.spec("DX-18")
+def test_a_validator_of_an_argument_shows_no_value():
+    def refuse(value):
+        raise ValueError(f"{value} is no code")
+
+    def takes(code: Annotated[str, AfterValidator(refuse)]): ...
+
+    takes.__annotations__ = {"code": Annotated[str, AfterValidator(refuse)]}
+    assert asked(takes, "secret-value").error_message == "handler: code: value_error"
 
 
 @pytest.mark.spec("EXE-24")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import pytest
-from pydantic import BaseModel
+from pydantic import AfterValidator, BaseModel, Field
+from pydantic_core import PydanticCustomError
 
 from ergon_framework.errors import Category, ConfigurationError
 from ergon_framework.task.exceptions import TransactionException
@@ -41,6 +42,41 @@ def test_a_payload_that_does_not_fit_is_a_business_failure_that_shows_no_value()
     assert "secret-value" not in str(error)
     with pytest.raises(TransactionException, match="payload: Input should be a valid"):
         Payload(Order).read(Transaction("7", 5))
+
+
+class Card(BaseModel):
+    kind: Literal["card"]
+
+
+class Cash(BaseModel):
+    kind: Literal["cash"]
+
+
+def refuse(value: str) -> str:
+    raise ValueError(f"{value} is no code")
+
+
+def refuse_in_own_words(value: str) -> str:
+    raise PydanticCustomError("no_code", "{value} is no code", {"value": value})
+
+
+@pytest.mark.spec("DX-18")
+@pytest.mark.parametrize(
+    "model, value, expected",
+    [
+        (Annotated[str, AfterValidator(refuse)], "secret-value", "payload: value_error"),
+        (Annotated[str, AfterValidator(refuse_in_own_words)], "secret-value", "payload: no_code"),
+        (
+            Annotated[Card | Cash, Field(discriminator="kind")],
+            {"kind": "secret-value"},
+            "payload: union_tag_invalid",
+        ),
+    ],
+)
+def test_a_message_that_may_quote_the_payload_is_replaced_by_its_type(model: Any, value: Any, expected: str) -> None:
+    with pytest.raises(TransactionException) as caught:
+        Payload(model).read(Transaction("7", value))
+    assert str(caught.value) == f"the payload does not fit: {expected}"
 
 
 @pytest.mark.spec("CON-40")
