@@ -276,8 +276,6 @@ class JobTask(AsyncConsumerMixin, AsyncTask):
                 place=place,
             )
             self._usual += _WEIGHT * (time.monotonic() - began - self._usual)
-            if not options_of(self).record_tracebacks:
-                outcome = outcome.model_copy(update={"error_traceback": None})
             return self._conclude(outcome, attempt)
         except ErgonError as error:
             if error.later and not error.final:
@@ -291,6 +289,8 @@ class JobTask(AsyncConsumerMixin, AsyncTask):
         """Decide what becomes of an attempt whose outcome has arrived."""
         if attempt.kill and outcome.error_type == KILLED:
             return Kill()
+        if not options_of(self).record_tracebacks:
+            outcome = outcome.model_copy(update={"error_traceback": None})
         started = attempt.started
         rules = with_attempts(self._retry, started.max_attempts)
         return judge(outcome, attempt_number=started.attempt_number, policy=rules, dice=random.random)
