@@ -104,7 +104,7 @@ def replay(
     Exit codes: 0 all replayed, 1 some could not be or the broker did not answer, 2 the command line is wrong, 3 stopped
     by the canary, 130 stopped by a signal.
 
-    Example: ergon dlq replay app:orders --reason timeout --canary 5 --rate 50/s
+    Example: ergon dlq replay app:orders --reason step_timeout --canary 5 --rate 50/s
     """
     order = Order(
         verb="replay",

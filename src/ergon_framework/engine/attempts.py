@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import Context
+from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from ergon_framework.engine.effects import NEVER, Call, Script, gone, sleep
@@ -41,6 +42,17 @@ class StepWatch(Protocol):
         """It is over, with *error* or without."""
 
 
+class Overrun(Enum):
+    """Which limit is over."""
+
+    #: The timeout of the attempt itself.
+    ATTEMPT = "attempt"
+    #: The lifecycle's, while an attempt ran.
+    LIFECYCLE = "lifecycle"
+    #: The lifecycle's, before an attempt could start.
+    UNSTARTED = "unstarted"
+
+
 class Step:
     """One step: what to call, under which policy, and how its failures are to be read.
 
@@ -58,7 +70,7 @@ class Step:
         retry: Retry,
         *,
         classify: Callable[[BaseException], ErgonError],
-        expired: Callable[[str], ErgonError],
+        expired: Callable[[Step, Overrun, float | None], ErgonError],
         defers: bool = False,
         max_deferral: float = 0.0,
     ) -> None:
@@ -122,14 +134,18 @@ def attempts(
     *,
     first: int = 0,
     limit: float = NEVER,
+    lifetime: float | None = None,
     watch: StepWatch | None = None,
 ) -> Script[Ended]:
-    """Try *step* until it succeeds, its budget is spent, or *limit* (the lifecycle's end) leaves no room."""
+    """Try *step* until it succeeds, its budget is spent, or *limit* leaves no room.
+
+    *limit* is the end of the lifecycle, which has *lifetime* seconds in all.
+    """
     clock, timeout, number = senses.clock, step.retry.timeout, first
     while True:
         now = clock()
         if now >= limit:
-            return Failed(step.expired(f"{step.name} was not begun: the transaction's time is over"), number)
+            return Failed(step.expired(step, Overrun.UNSTARTED, lifetime), number)
         until = limit if timeout is None or limit < now + timeout else now + timeout
         scope = Scope(transaction, step.name, number, None if until == NEVER else until, clock)
         context = None if watch is None else watch.attempt(number)
@@ -138,7 +154,11 @@ def attempts(
             watch.attempted(number, _seen(answer))
         if type(answer) is Ok or type(answer) is Stopped:
             return answer
-        error = _read(step, answer, until - now)
+        if isinstance(answer, Err):
+            error = step.classify(answer.error)
+        else:
+            own = timeout is not None and now + timeout <= until
+            error = step.expired(step, Overrun.ATTEMPT if own else Overrun.LIFECYCLE, lifetime)
         if step.defers:
             deferred = _defer(step, error, number, transaction.deferral, senses)
             if deferred is not None:
@@ -212,12 +232,6 @@ def _hopeless(error: ErgonError) -> bool:
 def _untried(error: ErgonError) -> bool:
     # An error that contradicts itself must not come back for ever.
     return error.later and not _hopeless(error)
-
-
-def _read(step: Step, answer: Err | Expired, allowed: float) -> ErgonError:
-    if isinstance(answer, Err):
-        return step.classify(answer.error)
-    return step.expired(f"{step.name} did not come back within {allowed:.3f} s")
 
 
 def _seen(answer: Any) -> BaseException | None:

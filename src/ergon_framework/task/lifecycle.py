@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ergon_framework.connectors.base import Ack, DeadLetter, Later, Settlement
-from ergon_framework.engine.attempts import Deferred, Ended, Failed, Step, StepWatch, attempts
+from ergon_framework.engine.attempts import Deferred, Ended, Failed, Overrun, Step, StepWatch, attempts
 from ergon_framework.engine.effects import NEVER, Script
 from ergon_framework.engine.outcome import Ok, Stopped
 from ergon_framework.errors import Category, ErgonError, is_sound, text
@@ -79,9 +79,14 @@ def classify_handler(error: BaseException) -> TransactionException:
     return _wrapped(error, Category.SYSTEM, verdict=found)
 
 
-def expired(message: str) -> TransactionException:
-    """A TIMEOUT: the engine's own scope is over."""
-    return TransactionException(message, Category.TIMEOUT, code="timeout")
+def expired(step: Step, overrun: Overrun, lifetime: float | None) -> TransactionException:
+    """Return the TIMEOUT of *step*; it names the limit that is over and the key of the policy that sets it."""
+    if overrun is Overrun.ATTEMPT:
+        message = f"{step.name} did not finish within {step.retry.timeout:g} s (steps.{step.name}.retry.timeout)"
+        return TransactionException(message, Category.TIMEOUT, code="step_timeout")
+    verb = "start" if overrun is Overrun.UNSTARTED else "finish"
+    message = f"{step.name} did not {verb} within the {lifetime:g} s of its transaction (loop.transaction_timeout)"
+    return TransactionException(message, Category.TIMEOUT, code="lifecycle_timeout")
 
 
 def _wrapped(error: BaseException, category: Category, verdict: ErgonError | None = None) -> TransactionException:
@@ -104,7 +109,15 @@ def lifecycle(course: Course, transaction: Transaction, watch: Watch | None = No
     first = min(carried, step.retry.max_attempts - 1) if carried else 0
     seen = None if watch is None else watch.step(step)
     done = yield from attempts(
-        step, (transaction,), outcome.notes, transaction, course.senses, limit=limit, watch=seen, first=first
+        step,
+        (transaction,),
+        outcome.notes,
+        transaction,
+        course.senses,
+        limit=limit,
+        lifetime=course.timeout,
+        watch=seen,
+        first=first,
     )
     _stepped(course, outcome, step, done, began, watch)
     # Every attempt has left a note, but a successful one, and one that could not even try, which does not count.
@@ -153,7 +166,9 @@ def _step(  # noqa: PLR0917 - keywords cost more, and this is done for every tra
 ) -> Script[Ended]:
     began = course.senses.clock()
     seen = None if watch is None else watch.step(step)
-    done = yield from attempts(step, args, outcome.notes, outcome.transaction, course.senses, limit=limit, watch=seen)
+    done = yield from attempts(
+        step, args, outcome.notes, outcome.transaction, course.senses, limit=limit, lifetime=course.timeout, watch=seen
+    )
     _stepped(course, outcome, step, done, began, watch)
     return done
 

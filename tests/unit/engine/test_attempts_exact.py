@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ergon_framework.engine.attempts import Deferred, Failed, Note, Step, attempts
+from ergon_framework.engine.attempts import Deferred, Failed, Note, Overrun, Step, attempts
 from ergon_framework.engine.effects import NEVER, Call, Gone, Script, Sleep
 from ergon_framework.engine.outcome import Err, Expired, Ok, Stopped
 from ergon_framework.engine.senses import Senses
@@ -19,8 +19,8 @@ from ergon_framework.transaction import Transaction
 TX = Transaction("1")
 
 
-def late(message: str) -> ErgonError:
-    return ErgonError(message, category=Category.TIMEOUT)
+def late(step: Step, overrun: Overrun, lifetime: float | None) -> ErgonError:
+    return ErgonError(f"{step.name}: {overrun.value} of {lifetime}", category=Category.TIMEOUT)
 
 
 def own(error: BaseException) -> ErgonError:
@@ -35,7 +35,7 @@ class World:
     """One step, the clock it looks at, and what it last asked for or came to."""
 
     def __init__(self, *, defers: bool | None = None, now: float = 0.0, **given: Any) -> None:
-        chosen = {name: given.pop(name) for name in ("first", "limit", "watch") if name in given}
+        chosen = {name: given.pop(name) for name in ("first", "limit", "lifetime", "watch") if name in given}
         limits = {name: given.pop(name) for name in ("max_deferral",) if name in given}
         transaction = TX.replace(deferral=given.pop("deferral", None))
         rules = RetryPolicy(**({"max_attempts": 5, "timeout": 60.0, "backoff": 4.0, "multiplier": 1.0} | given))
@@ -85,10 +85,10 @@ def test_an_attempt_ends_at_its_own_limit_or_the_lifecycles(timeout: float | Non
 
 
 def test_nothing_is_begun_in_the_moment_the_lifecycle_ends() -> None:
-    world = World(now=5.0, limit=5.0, first=2)
+    world = World(now=5.0, limit=5.0, lifetime=4.0, first=2)
     assert isinstance(world.result, Failed)
     assert (world.result.attempt, world.result.body, world.notes) == (2, None, [])
-    assert str(world.result.error) == "process was not begun: the transaction's time is over"
+    assert str(world.result.error) == "process: unstarted of 4.0"
     assert world.result.error.category is Category.TIMEOUT
     assert World(now=4.0, limit=5.0).effect.until == 5.0, "a moment earlier it is"
 
@@ -338,10 +338,21 @@ def test_a_body_that_is_too_late_is_given_its_grace_to_leave() -> None:
     gone = world.answer(Expired(body)).effect
     assert isinstance(gone, Gone)
     assert (gone.body, gone.until) == (body, 18.0)
-    assert str(world.note.error) == "process did not come back within 2.500 s"
+    assert str(world.note.error) == "process: attempt of None"
     assert (world.note.error.category, world.note.at) == (Category.TIMEOUT, 1_013.0)
     world.now = 15.0
     assert world.answer(True).effect.until == 19.0, "the wait begins when it has left"
+
+
+@pytest.mark.spec("DX-11")
+@pytest.mark.parametrize(
+    "timeout, limit, which",
+    [(2.5, NEVER, "attempt"), (2.5, 12.5, "attempt"), (2.5, 12.4, "lifecycle"), (None, 12.5, "lifecycle")],
+)
+def test_a_timeout_says_which_limit_is_over(timeout: float | None, limit: float, which: str) -> None:
+    world = World(now=10.0, timeout=timeout, limit=limit, lifetime=9.0)
+    world.answer(Expired(world.effect))
+    assert str(world.note.error) == f"process: {which} of 9.0"
 
 
 def test_a_body_that_does_not_leave_ends_the_step_and_is_handed_on() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ergon_framework.connectors.base import Ack, DeadLetter, Later, Release
-from ergon_framework.engine.attempts import Note, Step
+from ergon_framework.engine.attempts import Note, Overrun, Step
 from ergon_framework.engine.effects import Call, Gone, Sleep
 from ergon_framework.engine.outcome import Err, Expired, Ok, Stopped
 from ergon_framework.engine.senses import Senses
@@ -209,9 +209,25 @@ def test_a_group_may_be_nested_deeper_than_functions_call() -> None:
     assert classify(group).category is Category.BUSINESS
 
 
-def test_the_engines_own_timeout_says_so() -> None:
-    error = expired("too late")
-    assert (str(error), error.category, error.code) == ("too late", Category.TIMEOUT, "timeout")
+@pytest.mark.spec("DX-11")
+def test_a_timeout_names_its_limit_and_the_key_of_the_policy() -> None:
+    step = Step("success", abs, RetryPolicy(timeout=1.5), classify=classify_handler, expired=expired)
+    finish = "did not finish within"
+    for overrun, code, message in (
+        (Overrun.ATTEMPT, "step_timeout", f"success {finish} 1.5 s (steps.success.retry.timeout)"),
+        (
+            Overrun.LIFECYCLE,
+            "lifecycle_timeout",
+            f"success {finish} the 5 s of its transaction (loop.transaction_timeout)",
+        ),
+        (
+            Overrun.UNSTARTED,
+            "lifecycle_timeout",
+            "success did not start within the 5 s of its transaction (loop.transaction_timeout)",
+        ),
+    ):
+        error = expired(step, overrun, 5.0)
+        assert (error.category, error.code, str(error)) == (Category.TIMEOUT, code, message)
 
 
 # -- success --------------------------------------------------------------------------------------
