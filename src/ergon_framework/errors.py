@@ -38,6 +38,8 @@ class ErgonError(Exception):
     later: bool = False
     temporary: bool = False
     code: str | None = None
+    #: Whether the messages of its causes are shown nowhere: a third party's may hold credentials.
+    hides_causes: bool = False
     #: What a failure record says of it besides, by the names of the record's own fields.
     particulars: Mapping[str, Any] = MappingProxyType({})
 

@@ -46,6 +46,7 @@ class ProviderError(ErgonError):
     reason_code: ClassVar[ReasonCode] = ReasonCode.INTERNAL_ERROR
     retryable: ClassVar[bool] = False
     code = ReasonCode.INTERNAL_ERROR
+    hides_causes = True
     fault: bool = False
     sent: bool = True
     http_status: int | None = None

@@ -7,7 +7,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from types import FrameType, TracebackType
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from ergon_framework.errors import ErgonError, to_storable
 from ergon_framework.failure import TRACEBACK, describe
@@ -39,7 +39,7 @@ def format_traceback(error: BaseException | None, options: TelemetryOptions) -> 
         return _redact(remote, options)[-TRACEBACK:].decode(errors="ignore")
     try:
         chain = _chain(find_raised(error))
-        if not any(frames for _, _, frames in chain):
+        if not any(frames for _, frames in chain):
             return None
         return _redact("\n".join(_lines(chain, options)), options)[:TRACEBACK].decode(errors="ignore")
     except Exception:  # noqa: BLE001 - errors and hooks are foreign code; a failure is recorded without its traceback
@@ -54,7 +54,7 @@ def to_exc_info(error: BaseException, options: TelemetryOptions) -> ExcInfo:
     """
     raised = find_raised(error)
     entry = _entry(raised.__traceback__)
-    if all(_is_shown_as_raised(one, options) for _, one in _errors(raised)):
+    if all(_is_shown_as_raised(link, options) for link in _errors(raised)):
         return type(raised), raised, entry
     message = _message(raised, options)
     return ErgonError, ErgonError(f"{type(raised).__qualname__}: {message}").with_traceback(entry), entry
@@ -62,13 +62,13 @@ def to_exc_info(error: BaseException, options: TelemetryOptions) -> ExcInfo:
 
 def find_raised(error: BaseException) -> BaseException:
     """Return what user code raised: the engine wraps it in an error that was never raised itself."""
-    while error.__traceback__ is None and error.__cause__ is not None:
+    while error.__traceback__ is None and error.__cause__ is not None and not _hides_causes(error):
         error = error.__cause__
     return error
 
 
-def _is_shown_as_raised(error: BaseException, options: TelemetryOptions) -> bool:
-    return _message(error, options) == describe(error, values=True)
+def _is_shown_as_raised(link: _Link, options: TelemetryOptions) -> bool:
+    return not link.hidden and _message(link.error, options) == describe(link.error, values=True)
 
 
 def _message(error: BaseException, options: TelemetryOptions) -> str:
@@ -78,29 +78,42 @@ def _message(error: BaseException, options: TelemetryOptions) -> str:
 # -- the chain ------------------------------------------------------------------------------------
 
 
-def _errors(error: BaseException) -> list[tuple[str, BaseException]]:
-    """List *error* and what led to it, each with the words that join it to the one before."""
-    waiting: list[tuple[str, BaseException]] = [("", error)]
-    errors: list[tuple[str, BaseException]] = []
+class _Link(NamedTuple):
+    """One error of a chain, the words that join it to the one before, and whether its message is hidden."""
+
+    error: BaseException
+    joint: str = ""
+    hidden: bool = False
+
+
+def _errors(error: BaseException) -> list[_Link]:
+    """List *error* and what led to it, outermost first."""
+    waiting, errors = [_Link(error)], list[_Link]()
     while waiting and len(errors) < MAX_ERRORS:
-        joint, one = waiting.pop(0)
-        if any(one is known for _, known in errors):
+        link = waiting.pop(0)
+        one = link.error
+        if any(one is known.error for known in errors):
             continue
-        errors.append((joint, one))
+        errors.append(link)
+        hidden = link.hidden or _hides_causes(one)
         if isinstance(one, BaseExceptionGroup):
-            waiting += [("member of the group:", member) for member in one.exceptions]
+            waiting += [_Link(member, "member of the group:", hidden) for member in one.exceptions]
         if one.__cause__ is not None:
-            waiting.append(("caused by:", one.__cause__))
+            waiting.append(_Link(one.__cause__, "caused by:", hidden))
         elif one.__context__ is not None and not one.__suppress_context__:
-            waiting.append(("raised while handling:", one.__context__))
+            waiting.append(_Link(one.__context__, "raised while handling:", hidden))
     return errors
 
 
-def _chain(error: BaseException) -> list[tuple[str, BaseException, _Frames]]:
+def _hides_causes(error: BaseException) -> bool:
+    return isinstance(error, ErgonError) and error.hides_causes
+
+
+def _chain(error: BaseException) -> list[tuple[_Link, _Frames]]:
     """List the errors of a chain with their frames; no frames at all if no user code is among them."""
-    chain = [(joint, one, _frames(one.__traceback__)) for joint, one in _errors(error)]
-    if isinstance(error, ErgonError) and not any(_is_users(frame) for _, _, frames in chain for frame, _ in frames):
-        return [(joint, one, []) for joint, one, _ in chain]
+    chain = [(link, _frames(link.error.__traceback__)) for link in _errors(error)]
+    if isinstance(error, ErgonError) and not any(_is_users(frame) for _, frames in chain for frame, _ in frames):
+        return [(link, []) for link, _ in chain]
     return chain
 
 
@@ -124,17 +137,22 @@ def _is_users(frame: FrameType) -> bool:
 # -- the text -------------------------------------------------------------------------------------
 
 
-def _lines(chain: Sequence[tuple[str, BaseException, _Frames]], options: TelemetryOptions) -> list[str]:
+def _lines(chain: Sequence[tuple[_Link, _Frames]], options: TelemetryOptions) -> list[str]:
     lines: list[str] = []
-    spare = MAX_FRAMES - sum(min(len(frames), MAX_FRAMES // len(chain)) for _, _, frames in chain)
-    for joint, error, frames in chain:
+    spare = MAX_FRAMES - sum(min(len(frames), MAX_FRAMES // len(chain)) for _, frames in chain)
+    for link, frames in chain:
         share = min(len(frames), MAX_FRAMES // len(chain))
         more = min(spare, len(frames) - share)
         spare -= more
-        lines += [joint] if joint else []
+        lines += [link.joint] if link.joint else []
         lines += _shown(frames, share + more)
-        lines.append(f"{type(error).__qualname__}: {describe(error, values=options.record_payloads)}")
+        lines.append(_title(link, options))
     return lines
+
+
+def _title(link: _Link, options: TelemetryOptions) -> str:
+    name = type(link.error).__qualname__
+    return name if link.hidden else f"{name}: {describe(link.error, values=options.record_payloads)}"
 
 
 def _shown(frames: _Frames, most: int) -> list[str]:

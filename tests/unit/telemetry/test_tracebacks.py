@@ -94,6 +94,24 @@ def test_the_members_of_a_group_are_shown():
     assert third == "KeyError: 'k'"
 
 
+def test_what_a_third_party_says_is_left_out():
+    class Refused(ErgonError):
+        hides_causes = True
+
+    def refuse():
+        try:
+            raise ConnectionError("GET /hooks/sesame") from KeyError("sesame")
+        except ConnectionError as error:
+            raise Refused("the bank refused") from error
+
+    error = caught(refuse)
+    text = shown(error)
+    assert "sesame" not in text.replace('raise ConnectionError("GET /hooks/sesame") from KeyError("sesame")', "")
+    assert "Refused: the bank refused\ncaused by:" in text
+    assert text.endswith("ConnectionError\ncaused by:\nKeyError")
+    assert to_exc_info(error, DEFAULTS)[0] is ErgonError
+
+
 def test_a_circle_and_a_long_chain_end():
     first, second = caught(fail), caught(fail)
     first.__cause__, second.__cause__ = second, first
