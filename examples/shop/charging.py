@@ -19,7 +19,6 @@ from ergon_framework.providers.circuit_breaker import BreakerPolicy
 from ergon_framework.providers.errors import ProviderError
 from ergon_framework.providers.execution import ProviderExecutionContext
 from ergon_framework.providers.policy import ProviderPolicy
-from ergon_framework.providers.sql.books import PostgresBooks
 
 # The web shop that writes them knows nothing of Ergon: plain JSON, and the order's own number is the id.
 orders = RabbitMQQueue("orders", codec=ForeignCodec(id=pointer("/id"), type="order"))
@@ -57,7 +56,7 @@ class Bank(ProviderBase):
             return dict(json.load(answer))
 
 
-bank = Bank(os.environ["BANK_URL"], books=PostgresBooks())
+bank = Bank(os.environ["BANK_URL"])
 
 
 @contextmanager

@@ -742,15 +742,27 @@ class Noted:
 
 
 @pytest.mark.spec("PRV-26")
-def test_attempts_go_to_the_writer_and_without_one_are_counted(dsn, account):
+def test_attempts_go_to_the_writer_and_without_metrics_are_counted(dsn, account):
     writer = Noted()
     with PostgresBooks(dsn, writer=writer) as books:
         Payments(books=books).call("charge", tenant=account.tenant_id)
         assert [row.tenant_id for row in writer.rows] == [account.tenant_id]
     assert writer.closed is not None
-    with PostgresBooks(dsn) as books:
+    with PostgresBooks(dsn, metrics=False) as books:
         Payments(books=books).call("charge", tenant=account.tenant_id)
         assert books.dropped == 1
+
+
+@pytest.mark.spec("PRV-02", "PRV-26", "DX-25")
+def test_attempts_are_written_without_being_asked_for_and_after_a_close_too(dsn, account):
+    books = PostgresBooks(dsn)
+    for made in (1, 2):
+        Payments(books=books).call("charge", tenant=account.tenant_id)
+        books.close()
+        count = "select count(*) from ergon.provider_execution_metrics where tenant_id = %s"
+        with psycopg.connect(dsn) as line:
+            assert line.execute(count, [account.tenant_id]).fetchone() == (made,)
+    assert books.dropped == 0
 
 
 def test_a_database_without_the_tables_is_told_to_be_upgraded(postgres, monkeypatch):

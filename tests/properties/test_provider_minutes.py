@@ -68,9 +68,9 @@ def test_however_attempts_are_split_into_batches_the_minutes_are_those_of_their_
         for fields in batches:
             batch, refused = prepared([attempt(**one) for one in fields], Sampler(None))
             assert not refused
-            write(line, batch, refresh={one.attempt[:3] for one in batch.ready})
+            write(line, batch)
             # Twice is once.
-            write(line, batch, refresh=())
+            write(line, batch)
         stored, recomputed = both(dsn)
         assert stored == recomputed
         assert counted(stored) == sum(map(len, batches))
@@ -166,7 +166,7 @@ def test_the_clock_that_counts_is_that_of_the_row(dsn):
     at = MINUTE * (time.time() // MINUTE) - 2e-7
     with connect(dsn, patience=20) as line:
         batch, _ = prepared([attempt(created_at=at)], Sampler(None))
-        write(line, batch, refresh=())
+        write(line, batch)
     with psycopg.connect(dsn) as connection:
         (row,) = connection.execute("select minute, created_at from ergon.provider_minutes, "
                                     "ergon.provider_execution_metrics").fetchall()  # fmt: skip

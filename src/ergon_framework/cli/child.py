@@ -22,6 +22,7 @@ from ergon_framework.runner.leaving import flush, guard, leave
 from ergon_framework.runner.lifeline import Lifeline
 from ergon_framework.runner.pausing import pausable
 from ergon_framework.runner.process import Order, Process
+from ergon_framework.runner.provider_state import close_provider_state, open_provider_state
 from ergon_framework.runner.signals import STOPPING
 from ergon_framework.telemetry import sums
 from ergon_framework.telemetry.metrics import snapshot
@@ -57,6 +58,7 @@ def main(given: str) -> int:
         found = options.settings()
         prepare(options, found)
         task, rules = load(options, found)
+        open_provider_state(task, found)
         depth = look(task, found, number=words["number"])
     except ConfigurationError as error:
         typer.echo(f"ergon: {error}", err=True)
@@ -80,6 +82,7 @@ def main(given: str) -> int:
         Thread(target=_beat, args=beating, name="ergon-beat", daemon=True).start()
         ended = process.run()
         journal.finish(ended.deadline)
+        close_provider_state(ended.deadline)
     guard(ended)
     tell(ended)
     counting.tell(last=True)

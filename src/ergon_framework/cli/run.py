@@ -30,6 +30,7 @@ from ergon_framework.runner.measuring import looks
 from ergon_framework.runner.pausing import pausable
 from ergon_framework.runner.probes import probed
 from ergon_framework.runner.process import Ended, Process, Runnable
+from ergon_framework.runner.provider_state import close_provider_state, open_provider_state
 from ergon_framework.runner.settings import Settings, settings
 from ergon_framework.runner.stages import Stage
 from ergon_framework.runner.supervisor import Supervisor
@@ -154,6 +155,7 @@ def _run_one(options: Options, found: Settings, as_json: bool) -> int:  # noqa: 
     with probed(found.run.probes, check, Sums().read) as port:
         _answers(port, found)
         task, rules = load(options, found)
+        open_provider_state(task, found)
         with pausable(task, found) as gates, journalled(task, found) as journal:
             process = Process(
                 task,
@@ -168,6 +170,7 @@ def _run_one(options: Options, found: Settings, as_json: bool) -> int:  # noqa: 
             running.append(process)
             ended = process.run()
             journal.finish(ended.deadline)
+            close_provider_state(ended.deadline)
         guard(ended)
         tell(ended)
         if as_json:

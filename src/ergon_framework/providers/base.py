@@ -25,9 +25,9 @@ from ergon_framework.providers.execution import (
     Request,
 )
 from ergon_framework.providers.idempotency import effect, fingerprint
-from ergon_framework.providers.memory import process_books
 from ergon_framework.providers.observe import Observer, safely
 from ergon_framework.providers.policy import ProviderPolicy
+from ergon_framework.providers.process_state import process_books
 
 #: Which books, and who performs the script.
 B = TypeVar("B", bound=Recording)
@@ -66,6 +66,11 @@ class Provider(ABC, Generic[B, C]):
     def books(self) -> B:
         # Those of the process are for threads and for tasks.
         return cast("B", process_books()) if self._books is None else self._books
+
+    @property
+    def uses_process_books(self) -> bool:
+        """Whether the state is that of the process, because none was passed."""
+        return self._books is None
 
     def gate(self) -> Pause | None:
         """Hold back the fetches of a task that names this provider in ``uses``, while its breaker is open for all.
@@ -144,8 +149,8 @@ class Provider(ABC, Generic[B, C]):
 class ProviderBase(Provider[Books, Caller]):
     """A provider that is called from threads. A subclass writes ``_execute_impl``; nobody else calls it.
 
-    Without *books* all providers of the process share one set in memory, so that two objects of one
-    name have one quota and one breaker.
+    Without *books* all providers of the process have one state: in PostgreSQL, shared with all other processes, if
+    ``ERGON_POSTGRES__DSN`` is set, else in memory. Two objects of one name have one quota and one breaker.
     """
 
     _caller: Caller = _caller

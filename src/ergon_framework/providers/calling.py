@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from ergon_framework.engine.effects import NEVER, Call, Script, Visit, sleep
 from ergon_framework.engine.outcome import Answer, Err, Expired, NotBegunError, Ok, Stopped
+from ergon_framework.errors import ErgonError
 from ergon_framework.providers.books import Account, Admission, Admitted, Asked, Busy, Concluded, Replayed
 from ergon_framework.providers.circuit_breaker import BreakerState
 from ergon_framework.providers.errors import (
@@ -173,7 +174,7 @@ class _Execution:
             return conflict(effect(self._request.provider_name, self._request.operation, self._request.context.name))
         if isinstance(error, ProviderError) or not isinstance(error, Exception):
             return error
-        unavailable = _books_unavailable()
+        unavailable = _books_unavailable(error)
         unavailable.__cause__ = error
         return unavailable
 
@@ -448,7 +449,9 @@ def _in_flight(busy: Busy, now: float) -> ProviderError:
     )
 
 
-def _books_unavailable() -> ProviderError:
-    return ProviderInternalError(
-        "the books of quota and breakers could not be read, so no call was made", sent=False, code=BOOKS_UNAVAILABLE
-    )
+def _books_unavailable(cause: Exception | None = None) -> ProviderError:
+    message = "the state of quota and breakers could not be read, so no call was made"
+    # The text of another library's exception may quote a statement with its values.
+    if isinstance(cause, ErgonError):
+        message = f"{message}: {cause}"
+    return ProviderInternalError(message, sent=False, code=BOOKS_UNAVAILABLE)

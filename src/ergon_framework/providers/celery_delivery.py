@@ -22,7 +22,7 @@ from celery.app.task import get_actual_ignore_result
 from celery.backends.base import DisabledBackend
 from celery.backends.rpc import RPCBackend
 from celery.exceptions import Ignore, Reject
-from celery.signals import task_prerun
+from celery.signals import task_prerun, worker_process_shutdown
 from kombu.exceptions import EncodeError
 from kombu.serialization import dumps
 
@@ -44,6 +44,7 @@ from ergon_framework.providers.invocation import Invocation, read
 from ergon_framework.providers.mapping import canonical
 from ergon_framework.providers.observe import listener
 from ergon_framework.providers.sql.ledger import Begun, State
+from ergon_framework.providers.sql.writer import close_writers
 from ergon_framework.telemetry import logs
 from ergon_framework.telemetry.context import current_ids, inbound, within
 from ergon_framework.telemetry.names import LIBRARY, Event, Field
@@ -337,3 +338,14 @@ def _is_main() -> bool:
 
 
 task_prerun.connect(_listen, weak=False, dispatch_uid="ergon-soft-limit")
+
+
+# -- the end of a child -----------------------------------------------------------------------------
+
+
+def _write_metrics(**_: Any) -> None:
+    """Write the metrics that wait: a child of the pool leaves without the interpreter's own end."""
+    close_writers()
+
+
+worker_process_shutdown.connect(_write_metrics, weak=False, dispatch_uid="ergon-provider-metrics")

@@ -14,9 +14,11 @@ from typing import Any, Final
 from celery import Celery, bootsteps, current_app
 from kombu import Producer, Queue
 
+from ergon_framework.providers.base import Provider
 from ergon_framework.providers.celery_delivery import log
 from ergon_framework.providers.celery_task import CeleryProviderTask
 from ergon_framework.providers.deadletter import QUEUE, DeadLetter, message
+from ergon_framework.providers.process_state import process_books
 from ergon_framework.providers.sql.ledger import Ledger
 from ergon_framework.telemetry import logs
 from ergon_framework.telemetry.names import Event, Field
@@ -121,7 +123,10 @@ class DeadLetterStep(bootsteps.StartStopStep):  # type: ignore[misc]  # Celery c
 
     def start(self, consumer: Any) -> None:
         self._busy = 0.0
-        intervals = [task.dead_letter_interval for task in _tasks(consumer.app)]
+        tasks = _tasks(consumer.app)
+        if any(isinstance(task.provider, Provider) and task.provider.uses_process_books for task in tasks):
+            process_books()  # warns now, and not at the first call, if no database is configured
+        intervals = [task.dead_letter_interval for task in tasks]
         if intervals:
             self._timer = consumer.timer.call_repeatedly(min(intervals), self._look, (consumer,))
 

@@ -245,10 +245,3 @@ def _forked() -> None:
 
 
 os.register_at_fork(after_in_child=_forked)
-
-_own: Final = MemoryBooks()
-
-
-def process_books() -> MemoryBooks:
-    """The books of every provider of this process that was given none: two of one name share their breaker."""
-    return _own

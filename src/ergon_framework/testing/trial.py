@@ -15,8 +15,8 @@ from ergon_framework.connectors.base import Ack, DeadLetter, SettleResult
 from ergon_framework.connectors.deadletters import DeadLetterRecord
 from ergon_framework.engine.drivers.aio import Asyncio
 from ergon_framework.errors import ConfigurationError
-from ergon_framework.providers.base import AsyncProviderBase, ProviderBase
 from ergon_framework.providers.memory import MemoryBooks
+from ergon_framework.providers.process_state import replace_process_books
 from ergon_framework.runner.queues import NamedQueue
 from ergon_framework.task.base import Services
 from ergon_framework.task.defaults import choose_policy
@@ -285,6 +285,8 @@ class Trial:
     def _set_up(self, stack: ExitStack) -> None:
         task, scene = self._task, self._scene
         stack.enter_context(_replaced(task, "connector", self.queue))
+        # The state of the process may be a shared database, and knows keys of other trials.
+        stack.enter_context(replace_process_books(self._books))
         for queue, fake in (
             (self._original, self.queue),
             *((self._others[name], f) for name, f in self._fakes.items()),
@@ -295,9 +297,6 @@ class Trial:
         stack.enter_context(scene.watching(task, handlers))
         for name, target in self._watched.items():
             stack.enter_context(scene.watching(target, {one: f"{name}.{one}" for one in methods_of(target)}))
-            if isinstance(target, ProviderBase | AsyncProviderBase) and vars(target).get("_books") is None:
-                # Those of the process know keys of other trials, whose transactions are called the same.
-                stack.enter_context(_replaced(target, "_books", self._books))
         if isinstance(getattr(task, "services", None), Services):
             services = {**task.services, **self._services, **self._functions()}
             stack.enter_context(_replaced(task, "services", Services(services, owner=task.name)))

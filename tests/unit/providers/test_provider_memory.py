@@ -28,8 +28,9 @@ from ergon_framework.providers.errors import (
     ProviderQuotaExceededError,
 )
 from ergon_framework.providers.idempotency import Kept
-from ergon_framework.providers.memory import MemoryBooks, process_books
+from ergon_framework.providers.memory import MemoryBooks
 from ergon_framework.providers.policy import ProviderPolicy, QuotaPolicy
+from ergon_framework.providers.process_state import process_books
 from ergon_framework.providers.quota import WindowKind
 from ergon_framework.providers.retry import RetryPolicy
 

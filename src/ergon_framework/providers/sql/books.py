@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import socket
@@ -40,6 +41,7 @@ from ergon_framework.providers.sql.visits import (
     limits_of,
 )
 from ergon_framework.providers.sql.watcher import Watcher
+from ergon_framework.providers.sql.writer import MetricsWriter
 from ergon_framework.schema.lines import Lines
 from ergon_framework.schema.operation import Operation, Query
 from ergon_framework.schema.revisions import suffices
@@ -70,9 +72,10 @@ class PostgresBooks(Books, AsyncBooks):
     """Quota, breakers and keys in the database at *dsn*; for threads and for asyncio, safe from any of them.
 
     Each visit is one round trip, made in one transaction by the server's clock. With *blocks* a process
-    takes calls out of the windows in advance, so that a call without a key needs no visit at all. What is
-    given to ``record`` goes to *writer*, which is closed along with the books; without one it is counted
-    and dropped. A forked child has connections, blocks and a watcher of its own.
+    takes calls out of the windows in advance, so that a call without a key needs no visit at all. Attempts
+    are written to the metrics tables by a writer of its own, or by *writer*; both are closed with the books.
+    With ``metrics=False`` attempts are counted in ``dropped`` and not written. A forked child has connections,
+    blocks, a watcher and a writer of its own.
     """
 
     punctual = True
@@ -83,6 +86,7 @@ class PostgresBooks(Books, AsyncBooks):
         *,
         blocks: BlockPolicy | None = None,
         writer: Writer | None = None,
+        metrics: bool = True,
         connections: int = 8,
     ) -> None:
         found = dsn or os.environ.get(VARIABLE)
@@ -91,8 +95,8 @@ class PostgresBooks(Books, AsyncBooks):
         self._lines = Lines(found, most=connections)
         self._blocks = blocks
         self._writer = writer
-        #: How many attempts were recorded and kept nowhere.
-        self.dropped = 0
+        self._own_writer = MetricsWriter(found) if metrics and writer is None else None
+        self._unwritten = 0
         self._begin_anew()
         _everybody.add(self)
 
@@ -125,20 +129,30 @@ class PostgresBooks(Books, AsyncBooks):
             raise
         return self
 
-    def close(self) -> None:
-        """Give the blocks back, close what is open. What is visited afterwards opens connections again."""
+    @property
+    def dropped(self) -> int:
+        """How many attempts were recorded and kept nowhere."""
+        return self._unwritten + (0 if self._own_writer is None else self._own_writer.dropped)
+
+    def close(self, timeout: float = _GIVE_BACK) -> None:
+        """Write the attempts that wait, give the blocks back, close what is open; each within *timeout* seconds.
+
+        A later visit opens connections again, and a later attempt is written by a new thread.
+        """
         self._stop()
-        with suppress(ErgonError):
-            self._lines.run(self._returned(), within=_GIVE_BACK)
+        if self._purses or self._owed:
+            with suppress(ErgonError):
+                self._lines.run(self._returned(), within=timeout)
         self._lines.close()
-        self._close_writer()
+        self._close_writer(timeout)
 
     async def close_async(self) -> None:
         self._stop()
-        with suppress(ErgonError):
-            await self._lines.run_async(self._returned(), within=_GIVE_BACK)
+        if self._purses or self._owed:
+            with suppress(ErgonError):
+                await self._lines.run_async(self._returned(), within=_GIVE_BACK)
         await self._lines.close_async()
-        self._close_writer()
+        await asyncio.to_thread(self._close_writer)
 
     def __enter__(self) -> Self:
         return self.open()
@@ -158,9 +172,11 @@ class PostgresBooks(Books, AsyncBooks):
         if watcher is not None:
             watcher.stop()
 
-    def _close_writer(self) -> None:
+    def _close_writer(self, timeout: float = _GIVE_BACK) -> None:
         if self._writer is not None:
-            self._writer.close(_GIVE_BACK)
+            self._writer.close(timeout)
+        if self._own_writer is not None:
+            self._own_writer.flush(timeout)
 
     # -- the port -----------------------------------------------------------------------------------------
 
@@ -187,10 +203,11 @@ class PostgresBooks(Books, AsyncBooks):
         return None if seen is None else circuit_breaker.held_until(seen)
 
     def record(self, row: AttemptRow) -> None:
-        if self._writer is None:
-            self.dropped += 1
+        writer = self._writer or self._own_writer
+        if writer is None:
+            self._unwritten += 1
         else:
-            self._writer.record(row)
+            writer.record(row)
 
     def reconcile(self) -> list[LostRow]:
         """Mark the reservations that their owners let lapse, and say which; done now and then by any process."""

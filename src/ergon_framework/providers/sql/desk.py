@@ -15,7 +15,7 @@ from ergon_framework.providers.sql.reaching import PatientLine, connect
 from ergon_framework.providers.sql.retention import FORGET, Done, Retention, make_ahead, steps
 from ergon_framework.providers.sql.sampling import Sample, Sampler
 from ergon_framework.providers.sql.tray import Tray
-from ergon_framework.providers.sql.writing import is_content, write
+from ergon_framework.providers.sql.writing import is_content, refresh_rates, write
 from ergon_framework.telemetry import logs
 from ergon_framework.telemetry.names import LIBRARY, Event, Field
 
@@ -28,10 +28,13 @@ _SOON: Final = 0.1
 _SELDOM: Final = 5.0
 #: Seconds after which a batch in doubt is given up: well before its id is forgotten.
 _DOUBT: Final = FORGET.total_seconds() / 4
-#: Seconds between two computations of one account's rates; the summary computes its own.
-_REFRESH: Final = 15.0
-#: Accounts whose last computation is remembered.
-_ACCOUNTS: Final = 10_000
+#: Seconds between two computations of one account's rates after new attempts, and without any: the hour moves on.
+REFRESH_SECONDS: Final = 5.0
+IDLE_REFRESH_SECONDS: Final = 60.0
+#: Accounts whose rates are computed in one database transaction.
+_REFRESH_BATCH: Final = 200
+#: Accounts without new attempts whose rates are still computed.
+_MAX_IDLE_ACCOUNTS: Final = 10_000
 #: Partitions that are made before the first batch, at most.
 _AHEAD: Final = 400
 #: Seconds between two words on the same matter.
@@ -48,7 +51,9 @@ class Desk:
         self._retention = retention
         self._sampler = Sampler(sample)
         self.line: PatientLine | None = None
+        #: When the rates of an account were computed last, and the accounts with attempts since then.
         self._refreshed: dict[Account, float] = {}
+        self._changed: set[Account] = set()
         #: When to tidy up; None before the first look at the database.
         self._due: float | None = None
         self._tidying: Iterator[None] | None = None
@@ -62,6 +67,9 @@ class Desk:
         try:
             while not tray.closed or (tray.rows and tray.left > 0):
                 self._turn(self._next())
+            while self._changed and tray.left > 0:
+                if not self._refresh(self._changed):
+                    self._pause(_SOON)
         finally:
             # Should it ever end by an error, the next attempt starts another thread.
             tray.asleep = True
@@ -85,7 +93,10 @@ class Desk:
         """Seconds until there is something to do besides attempts."""
         if self._tidying is not None:
             return 0.0
-        return None if self._due is None else max(0.0, self._due - time.monotonic())
+        moments = [self._refresh_moment(account) for account in self._refreshed.keys() | self._changed]
+        if self._due is not None:
+            moments.append(self._due)
+        return max(0.0, min(moments) - time.monotonic()) if moments else None
 
     def _turn(self, rows: list[AttemptRow]) -> None:
         batch, refused = prepared(rows, self._sampler)
@@ -94,6 +105,9 @@ class Desk:
         if batch.ready:
             self._see_through(batch)
         if not self._tray.closed:
+            now = time.monotonic()
+            accounts = self._refreshed.keys() | self._changed
+            self._refresh([account for account in accounts if self._refresh_moment(account) <= now])
             self._tidy()
         self._speak()
 
@@ -133,22 +147,40 @@ class Desk:
 
     def _tried(self, batch: Batch) -> Exception | None:
         """What kept *batch* from being written; None if it is."""
-        fresh = self._stale(batch)
         try:
-            write(self._connected(), batch, refresh=fresh)
+            write(self._connected(), batch)
         except Exception as error:  # noqa: BLE001 - the thread's own boundary: handed on as data
             self._rolled_back()
             return error
-        self._refreshed |= dict.fromkeys(fresh, time.monotonic())
+        self._changed |= {one.attempt[:3] for one in batch.ready}
         return None
 
-    def _stale(self, batch: Batch) -> set[Account]:
-        """The accounts of *batch* whose rates are old, or have never been computed here."""
-        if len(self._refreshed) > _ACCOUNTS:
-            self._refreshed.clear()
-        now = time.monotonic()
-        accounts: set[Account] = {one.attempt[:3] for one in batch.ready}
-        return {one for one in accounts if now - self._refreshed.get(one, float("-inf")) >= _REFRESH}
+    # -- rates ------------------------------------------------------------------------------------------
+
+    def _refresh_moment(self, account: Account) -> float:
+        """When the rates of *account* are to be computed next."""
+        last = self._refreshed.get(account, float("-inf"))
+        return last + (REFRESH_SECONDS if account in self._changed else IDLE_REFRESH_SECONDS)
+
+    def _refresh(self, accounts: Iterable[Account]) -> bool:
+        """Compute the rates of *accounts*; return False if that failed, and is to be done again."""
+        wanted = sorted(accounts)
+        for start in range(0, len(wanted), _REFRESH_BATCH):
+            chunk = wanted[start : start + _REFRESH_BATCH]
+            try:
+                empty = refresh_rates(self._connected(), chunk)
+            except Exception as error:  # noqa: BLE001 - the thread's own boundary: it is tried again
+                self._rolled_back()
+                self._refreshed |= dict.fromkeys(chunk, time.monotonic())
+                self._say_away(error)
+                return False
+            self._changed.difference_update(chunk)
+            self._refreshed |= dict.fromkeys(chunk, time.monotonic())
+            for account in empty:
+                del self._refreshed[account]
+        if len(self._refreshed) > _MAX_IDLE_ACCOUNTS:
+            self._refreshed = {account: at for account, at in self._refreshed.items() if account in self._changed}
+        return True
 
     def _connected(self) -> PatientLine:
         left = self._tray.left

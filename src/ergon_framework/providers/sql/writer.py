@@ -47,6 +47,7 @@ class MetricsWriter:
         self._every = every
         self._sample = sample
         self._retention = Retention() if retention is None else retention
+        self._dropped_before = 0
         self._begin()
         _everybody.add(self)
 
@@ -79,7 +80,7 @@ class MetricsWriter:
     @property
     def dropped(self) -> int:
         """How many attempts will be in no table, for whatever reason."""
-        return self._tray.lost.total()
+        return self._dropped_before + self._tray.lost.total()
 
     @property
     def waiting(self) -> int:
@@ -103,6 +104,13 @@ class MetricsWriter:
             safely(self._tray.drop, left, "closed")
         return not self._tray.lost["closed"] and (thread is None or not thread.is_alive())
 
+    def flush(self, timeout: float = 5.0) -> bool:
+        """Write what waits, for at most *timeout* seconds, as ``close`` does; a later attempt starts a new thread."""
+        written = self.close(timeout)
+        self._dropped_before = self.dropped
+        self._begin()
+        return written
+
     def after_fork(self) -> None:
         """In a child: the attempts, the thread and whoever held a lock are the parent's, and so is the line."""
         if self._desk.line is not None:
@@ -123,11 +131,12 @@ def _forked() -> None:
         writer.after_fork()
 
 
-def _ended() -> None:
+def close_writers() -> None:
+    """Close every writer of this process, at its end."""
     until = time.monotonic() + _LAST
     for writer in list(_everybody):
         writer.close(max(0.0, until - time.monotonic()))
 
 
 os.register_at_fork(after_in_child=_forked)
-atexit.register(_ended)
+atexit.register(close_writers)

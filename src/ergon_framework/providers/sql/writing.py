@@ -52,6 +52,13 @@ on conflict (tenant_id, provider_name, capability) do update set
     ),
     updated_at = now()
 """
+_LOCK_STATES: Final = """
+select 1 from ergon.provider_health_states as here
+join unnest(%(tenants)s::text[], %(providers)s::text[], %(capabilities)s::text[])
+    as wanted (tenant_id, provider_name, capability) using (tenant_id, provider_name, capability)
+order by here.tenant_id collate "C", here.provider_name collate "C", here.capability collate "C"
+for update of here
+"""
 _RATES: Final = f"""
 with keys as (
     select * from unnest(%(tenants)s::text[], %(providers)s::text[], %(capabilities)s::text[])
@@ -59,16 +66,17 @@ with keys as (
 ),
 {minutes.HOURS}
 update ergon.provider_health_states as here
-set success_rate_1h = hours.success_rate_1h, p95_latency_ms_1h = hours.p95_latency_ms_1h
+set success_rate_1h = hours.success_rate_1h, p95_latency_ms_1h = hours.p95_latency_ms_1h, updated_at = now()
 from keys left join hours using (tenant_id, provider_name, capability)
 where here.tenant_id = keys.tenant_id
     and here.provider_name = keys.provider_name
     and here.capability = keys.capability
+returning here.tenant_id, here.provider_name, here.capability, here.success_rate_1h is null
 """  # noqa: S608 - of constants
 
 
-def write(line: Connection[Any], batch: Batch, *, refresh: Collection[Account]) -> None:
-    """Write *batch*, unless it has been written; the rates of the accounts in *refresh* are computed anew with it.
+def write(line: Connection[Any], batch: Batch) -> None:
+    """Write *batch*, unless it has been written.
 
     Whatever is raised leaves the batch unwritten, unless ``batch.doubt`` is set then: the same batch may be given
     again in any case.
@@ -102,12 +110,26 @@ def write(line: Connection[Any], batch: Batch, *, refresh: Collection[Account]) 
         with line.pipeline():
             line.execute(minutes.ADD, minutes.columns(tallies))
             line.execute(_SEEN, last)
-            if fresh := [account for account in accounts if account in refresh]:
-                line.execute(_RATES, {**_keys(fresh), "bounds": minutes.BOUNDS})
             line.execute("commit")
     except Exception:
         batch.doubt = line.closed  # on a line that lives, a refusal is the server's last word
         raise
+
+
+def refresh_rates(line: Connection[Any], accounts: Collection[Account]) -> set[Account]:
+    """Compute the rates of *accounts* from the last hour; return those that had no attempt in it.
+
+    The states are locked before the attempts are read, so that of two processes the one that writes last has read what
+    both have committed.
+    """
+    keys = _keys(sorted(accounts))
+    with line.pipeline():
+        line.execute("begin")
+        line.execute(_LIMITS)
+        line.execute(_LOCK_STATES, keys)
+        updated = line.execute(_RATES, {**keys, "bounds": minutes.BOUNDS})
+        line.execute("commit")
+    return {(tenant, provider, capability) for tenant, provider, capability, is_empty in updated if is_empty}
 
 
 def _keys(accounts: Collection[Account]) -> dict[str, Any]:
