@@ -6,6 +6,10 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
+
+#: Block the calling thread for so many seconds.
+block: Final = time.sleep
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,13 +7,14 @@ seconds since the epoch, because the state is shared between machines and outliv
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
-from typing import Any, Self, TypeAlias
+from typing import Any, Literal, Self, TypeAlias
 
 from pydantic import Field
 
+from ergon_framework.engine.senses import Senses
 from ergon_framework.policy import Count, Policy, Seconds
 from ergon_framework.providers.errors import ProviderCircuitOpenError, ProviderError, ReasonCode
 
@@ -264,13 +265,41 @@ def _overridden(state: Snapshot, override: Override | None) -> Snapshot:
 
 
 class CircuitBreaker:
-    """A breaker in memory, with its snapshot; it has one owner, who does not use it from two threads at once."""
+    """A breaker in memory, with its snapshot; it has one owner, who does not use it from two threads at once.
 
-    __slots__ = ("policy", "snapshot")
+    Its rules are given field by field or as *policy*; what is not given has the default of ``BreakerPolicy``.
+    """
 
-    def __init__(self, policy: BreakerPolicy | None = None, snapshot: Snapshot | None = None) -> None:
-        self.policy = BreakerPolicy() if policy is None else policy
-        self.snapshot = Snapshot() if snapshot is None else snapshot
+    __slots__ = ("_last_pass", "_wall", "policy", "snapshot")
+
+    def __init__(
+        self,
+        policy: BreakerPolicy | None = None,
+        snapshot: Snapshot | None = None,
+        *,
+        failure_threshold: int | None = None,
+        open_cooldown_seconds: float | None = None,
+        half_open_max_calls: int | None = None,
+        probe_lease_seconds: float | None = None,
+        consecutive_failures: int = 0,
+        open_until: float | None = None,
+        wall: Callable[[], float] | None = None,
+    ) -> None:
+        fields = {
+            "failure_threshold": failure_threshold,
+            "open_cooldown_seconds": open_cooldown_seconds,
+            "half_open_max_calls": half_open_max_calls,
+            "probe_lease_seconds": probe_lease_seconds,
+        }
+        rules = {name: value for name, value in fields.items() if value is not None}
+        base = BreakerPolicy() if policy is None else policy
+        self.policy = BreakerPolicy.load({**base.model_dump(), **rules}) if rules else base
+        if snapshot is None:
+            state = BreakerState.CLOSED if open_until is None else BreakerState.OPEN
+            snapshot = Snapshot(state, consecutive_failures, open_until)
+        self.snapshot = snapshot
+        self._wall = Senses().wall if wall is None else wall
+        self._last_pass: Pass | None = None
 
     @property
     def failure_threshold(self) -> int:
@@ -296,17 +325,38 @@ class CircuitBreaker:
     def open_until(self) -> float | None:
         return self.snapshot.open_until
 
-    def before_call(self, now: float) -> Pass:
-        """The leave for one call; ProviderCircuitOpenError if there is none."""
+    def before_call(self, now: float | None = None) -> Pass:
+        """Return the pass for one call; ProviderCircuitOpenError if there is none.
+
+        *now* is in seconds since the epoch, by default the clock's.
+        """
+        now = self._wall() if now is None else now
         answer = admit(self.snapshot, self.policy, now)
         self.snapshot = answer.state
         if isinstance(answer, Admitted):
+            self._last_pass = answer.leave
             return answer.leave
         raise refusal(answer, now)
 
-    def after_call(self, leave: Pass, now: float, *, fault: bool | None) -> None:
-        """Tell how the call of *leave* ended; see ``record``."""
-        self.snapshot = record(self.snapshot, self.policy, leave, now, fault=fault)
+    def after_call(
+        self,
+        leave: Pass | None = None,
+        now: float | None = None,
+        *,
+        error: ProviderError | None = None,
+        fault: bool | Literal["by error"] | None = "by error",
+    ) -> None:
+        """Tell how the call of *leave* ended: with *error*, or without one if it succeeded; see ``record``.
+
+        Without *leave* it is the call of the last ``before_call``. *fault* decides in the place of *error* whether the
+        provider is to blame; None means that nothing is known.
+        """
+        leave = self._last_pass if leave is None else leave
+        if leave is None:
+            raise ValueError("after_call needs a call: before_call was not called before it")
+        blame = fault_of(error) if fault == "by error" else fault
+        now = self._wall() if now is None else now
+        self.snapshot = record(self.snapshot, self.policy, leave, now, fault=blame)
 
 
 def refusal(refused: Refused, now: float) -> ProviderCircuitOpenError:

@@ -1,20 +1,23 @@
-"""When a failed call is tried again, and when not; clocks, sleeps and dice are handed in."""
+"""When a failed call is tried again, and when not; clocks, sleeps and dice can be handed in."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Generic, TypeAlias, TypeVar
+from typing import Final, Generic, TypeAlias, TypeVar
 
 from pydantic import Field
 
 from ergon_framework.engine import backoff
+from ergon_framework.engine.senses import Senses, block
 from ergon_framework.policy import Count, Policy, Seconds
 from ergon_framework.providers.errors import ProviderError, ProviderTimeoutError
 from ergon_framework.providers.mapping import canonical
 
 T = TypeVar("T")
+
+_SENSES: Final = Senses()
 
 
 class Why(StrEnum):
@@ -107,16 +110,17 @@ class RetryPolicy(Policy):
         self,
         call: Callable[[], T],
         *,
-        clock: Callable[[], float],
-        wall: Callable[[], float],
-        sleep: Callable[[float], object],
-        dice: Callable[[], float] | None,
+        clock: Callable[[], float] = _SENSES.clock,
+        wall: Callable[[], float] = _SENSES.wall,
+        sleep: Callable[[float], object] = block,
+        dice: Callable[[], float] | None = _SENSES.dice,
         budget: float | None = None,
     ) -> Ran[T]:
         """Call until it succeeds or there is no further attempt; then the last canonical error is raised.
 
         *budget* seconds of *clock* bind the waits and the beginnings of attempts; a call that is
-        running is not ended by it. *wall* is the time that dates in headers are compared with.
+        running is not ended by it. *wall* is the time that dates in headers are compared with. By default
+        clocks and dice are real, and waits block the calling thread.
         """
         end = None if budget is None else clock() + budget
         attempts: list[Tried] = []

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from ergon_framework.errors import ConfigurationError
 from ergon_framework.providers import circuit_breaker as breakers
 from ergon_framework.providers.circuit_breaker import (
     Admitted,
@@ -24,7 +25,11 @@ from ergon_framework.providers.circuit_breaker import (
     advance,
     record,
 )
-from ergon_framework.providers.errors import ProviderCircuitOpenError
+from ergon_framework.providers.errors import (
+    ProviderBadRequestError,
+    ProviderCircuitOpenError,
+    ProviderDependencyError,
+)
 
 POLICY = BreakerPolicy(failure_threshold=3, open_cooldown_seconds=10, half_open_max_calls=1, probe_lease_seconds=5)
 TWO = POLICY.model_copy(update={"half_open_max_calls": 2})
@@ -477,3 +482,47 @@ def test_a_gate_is_told_only_of_what_is_certain():
     assert breakers.held_until(half_open()[0].snapshot) is None, "a probe may be let through"
     assert breakers.held_until(breakers.force_open(Snapshot(), until=99.0)) == 99.0
     assert breakers.held_until(breakers.disable(opened().snapshot, until=99.0)) is None
+
+
+# -- as the provider document writes it -----------------------------------------------------------
+
+
+@pytest.mark.spec("DX-32", "PRV-28")
+def test_a_breaker_is_made_and_used_with_the_names_of_the_document():
+    breaker = CircuitBreaker(failure_threshold=2, open_cooldown_seconds=30, half_open_max_calls=1)
+    assert (breaker.failure_threshold, breaker.open_cooldown_seconds, breaker.half_open_max_calls) == (2, 30, 1)
+    for error in (
+        None,
+        ProviderDependencyError("down"),
+        ProviderBadRequestError("no"),
+        ProviderDependencyError("down"),
+    ):
+        breaker.before_call()
+        breaker.after_call(error=error)
+    assert (breaker.state, breaker.consecutive_failures) == (BreakerState.CLOSED, 1)
+    breaker.before_call()
+    breaker.after_call(error=ProviderDependencyError("down"))
+    assert breaker.state is BreakerState.OPEN
+    with pytest.raises(ProviderCircuitOpenError):
+        breaker.before_call()
+
+
+@pytest.mark.spec("DX-32")
+def test_a_breaker_of_the_document_recovers_by_a_probe():
+    now = [100.0]
+    breaker = CircuitBreaker(POLICY, failure_threshold=1, consecutive_failures=1, open_until=105.0, wall=lambda: now[0])
+    assert (breaker.policy.open_cooldown_seconds, breaker.consecutive_failures) == (10, 1)
+    with pytest.raises(ProviderCircuitOpenError):
+        breaker.before_call()
+    now[0] = 105.0
+    breaker.before_call()
+    breaker.after_call()
+    assert breaker.state is BreakerState.CLOSED
+
+
+@pytest.mark.spec("DX-32")
+def test_what_a_breaker_cannot_be_is_refused():
+    with pytest.raises(ConfigurationError, match="failure_threshold"):
+        CircuitBreaker(failure_threshold=0)
+    with pytest.raises(ValueError, match="before_call"):
+        CircuitBreaker().after_call()

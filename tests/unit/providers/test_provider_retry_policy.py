@@ -285,3 +285,21 @@ def test_a_date_in_a_header_is_compared_with_the_wall_time():
 
     world = World(Refused(), "value")
     assert world.run().attempts[0].delay == 1e9 - 1e9 + 40.0
+
+
+@pytest.mark.spec("DX-32", "PRV-28")
+def test_a_call_is_run_as_the_document_shows_it():
+    came = []
+
+    def call():
+        came.append(None)
+        if len(came) < 3:
+            raise ConnectionResetError("as a client would")
+        return "fine"
+
+    ran = RetryPolicy(max_attempts=3, base_delay_seconds=0.001, max_delay_seconds=0.002).run(call)
+    assert (ran.value, [one.attempt_number for one in ran.attempts]) == ("fine", [1, 2, 3])
+    came.clear()
+    with pytest.raises(ProviderConnectionError) as caught:
+        RetryPolicy(max_attempts=2, base_delay_seconds=0.0).run(call)
+    assert len(caught.value.attempts) == 2
