@@ -78,6 +78,12 @@ class Scarce(Rank):
     policy = ProviderPolicy(retry=FAST, quota=QuotaPolicy(month=2))
 
 
+class Metered(Rank):
+    """Has the state of the process: what a user gets who says nothing."""
+
+    provider_name = "metered"
+
+
 options: dict[str, Any] = {
     "ledger": Ledger(DSN),
     "dead_letter_queue": f"ergon-{RUN}-deadletter",
@@ -88,6 +94,7 @@ rank = Rank(books=books)
 snapshot = provider_task(app, rank, "snapshot", **options)
 touchy = provider_task(app, Touchy(books=books), "snapshot", **options)
 scarce = provider_task(app, Scarce(books=books), "snapshot", **options)
+metered = provider_task(app, Metered(), "snapshot", **options)
 hurried = provider_task(app, rank, "snapshot", name="rank.hurried", timeout_budget_seconds=0.4, **options)
 
 

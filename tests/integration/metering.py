@@ -77,7 +77,7 @@ def both(dsn):
 
 
 def counted(tallies):
-    return sum(tally.calls.total + tally.calls.refused for tally in tallies.values())
+    return sum(one.calls.total + one.calls.refused + one.calls.dead_letter for one in tallies.values())
 
 
 def until(condition, what="it did not happen"):

@@ -770,7 +770,7 @@ def test_a_database_without_the_tables_is_told_to_be_upgraded(postgres, monkeypa
     with pytest.raises(ConfigurationError, match="run: ergon db upgrade"), PostgresBooks(empty):
         pass
     migrate.upgrade(empty, "0001")
-    with pytest.raises(ConfigurationError, match="the books need 0002; run: ergon db upgrade"), PostgresBooks(empty):
+    with pytest.raises(ConfigurationError, match="the books need 0011; run: ergon db upgrade"), PostgresBooks(empty):
         pass
     monkeypatch.delenv(VARIABLE, raising=False)
     with pytest.raises(ConfigurationError, match=VARIABLE):

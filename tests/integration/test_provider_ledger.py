@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
+from datetime import timedelta
 
 import psycopg
 import pytest
 
 from ergon_framework.errors import ConfigurationError, ConnectionLost
 from ergon_framework.providers.deadletter import DeadLetter
+from ergon_framework.providers.sql import minutes
 from ergon_framework.providers.sql.ledger import Begun, Ledger, State
 from ergon_framework.schema.migrate import upgrade
 
@@ -197,3 +199,37 @@ def test_a_database_that_is_away_or_strange_is_told_without_its_address(dsn, mon
     monkeypatch.delenv("ERGON_POSTGRES__DSN", raising=False)
     with pytest.raises(ConfigurationError, match="ERGON_POSTGRES__DSN"):
         Ledger().begin("t", "n")
+
+
+@pytest.mark.spec("DX-28", "PRV-11")
+def test_each_dead_letter_is_counted_once_in_the_metrics_and_in_its_minute(ledger, dsn):
+    for tenant, task_id in (("acme", "counted-1"), ("acme", "counted-2"), ("zeta", "counted-3")):
+        written = letter(task_id, tenant_id=tenant, task_execution_id=task_id, max_attempts=3, correlation_id="counts")
+        # Whoever comes second has not ended it.
+        for _ in range(2):
+            assert ledger.bury(written) is State.DEAD
+    with psycopg.connect(dsn) as line:
+        rows = line.execute(
+            "select tenant_id, task_execution_id, attempt_number, max_attempts, outcome, reason_code, created_at "
+            "from ergon.provider_execution_metrics where correlation_id = 'counts' order by task_execution_id"
+        ).fetchall()
+        since = rows[0][-1].replace(second=0, microsecond=0)
+        stored = minutes.stored(line, since, since + timedelta(minutes=1))
+        recomputed = minutes.recomputed(line, since, since + timedelta(minutes=1))
+    assert [row[:-1] for row in rows] == [
+        ("acme", "counted-1", 3, 3, "dead_letter", "timeout"),
+        ("acme", "counted-2", 3, 3, "dead_letter", "timeout"),
+        ("zeta", "counted-3", 3, 3, "dead_letter", "timeout"),
+    ]
+    assert stored == recomputed, "the roll-up is that of the rows"
+    assert {place.tenant_id: tally.calls.dead_letter for place, tally in stored.items()}["zeta"] == 1
+    assert sum(tally.calls.dead_letter for tally in stored.values()) == count_dead_letter_rows(dsn)
+    assert all(tally.calls.total == 0 for tally in stored.values()), "a dead letter is no attempt"
+
+
+def count_dead_letter_rows(dsn):
+    with psycopg.connect(dsn) as line:
+        found = line.execute(
+            "select count(*) from ergon.provider_execution_metrics where outcome = 'dead_letter'"
+        ).fetchone()
+    return found[0]

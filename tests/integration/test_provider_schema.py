@@ -15,10 +15,11 @@ from ergon_framework.schema.migrations.versions import r0002_providers
 
 _numbers = itertools.count(1)
 
-#: Tables, columns and indexes of the document, in its own order.
+#: Tables, columns and indexes of the document, in its own order; then window_kind and the index of task_execution_id,
+#: which are ours.
 NAMED = """
 provider_quota_states: id tenant_id provider_name capability window_start window_end limit_count used_count
-    remaining_count last_exhausted_at updated_at
+    remaining_count last_exhausted_at updated_at window_kind
   unique (tenant_id, provider_name, capability, window_start)
   (tenant_id, window_end)
 provider_health_states: id tenant_id provider_name capability breaker_state consecutive_failures success_rate_1h
@@ -31,6 +32,7 @@ provider_execution_metrics: id tenant_id task_execution_id provider_name capabil
   (tenant_id, provider_name, capability, created_at)
   (tenant_id, outcome, created_at)
   (correlation_id)
+  (task_execution_id)
 """
 
 
@@ -124,6 +126,30 @@ def test_a_metric_may_name_its_task_execution_and_no_more_is_nullable_than_the_d
     assert reference == ("FOREIGN KEY (task_execution_id) REFERENCES ergon.task_executions(id)",)
 
 
+@pytest.mark.spec("DX-31", "PRV-09")
+def test_at_midnight_of_the_first_each_window_has_its_kind_and_its_clean_start(dsn):
+    migrate.upgrade(dsn, "0010")
+    midnight = "timestamptz '2026-03-01 00:00:00+00'"
+    made = (
+        "insert into ergon.provider_quota_states (tenant_id, provider_name, capability, window_start, window_end,"
+        f" limit_count, remaining_count) select %s, 'p', 'c', ergon.provider_window_start(kind, {midnight}),"
+        f" ergon.provider_window_end(kind, {midnight}), 5, 5 from generate_series(1, 4) kind returning 1"
+    )
+    rows(dsn, made, "before")
+    migrate.upgrade(dsn)
+    rows(dsn, made, "after")
+    for tenant in ("before", "after"):
+        found = rows(
+            dsn,
+            f"select window_kind, window_start = {midnight} from ergon.provider_quota_windows"
+            " where tenant_id = %s order by window_end",
+            tenant,
+        )
+        assert found == [("minute", True), ("hour", True), ("day", True), ("month", True)]
+    stored = rows(dsn, "select count(distinct window_start) from ergon.provider_quota_states where tenant_id = 'after'")
+    assert stored == [(4,)]
+
+
 @pytest.mark.spec("PRV-29")
 @pytest.mark.parametrize(
     "statement",
@@ -170,7 +196,7 @@ def test_up_and_down_and_up_again_is_the_same(dsn):
 
 @pytest.mark.spec("PRV-15")
 def test_every_table_and_function_of_the_migration_is_taken_away_by_name(dsn):
-    migrate.upgrade(dsn)
+    migrate.upgrade(dsn, "0002")
     functions = rows(
         dsn,
         "select proname::text from pg_proc where pronamespace = 'ergon'::regnamespace and proname like 'provider%%'",

@@ -64,7 +64,7 @@ class Shop:
                 cwd=ROOT,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, **env, "TEST_ENVELOPES": str(self._envelopes)},
+                env={**os.environ, **env, "TEST_ENVELOPES": str(self._envelopes), "ERGON_POSTGRES__DSN": dsn},
                 start_new_session=True,
             )
 
@@ -222,6 +222,27 @@ def test_a_task_that_exhausts_its_retries_leaves_one_row_and_emits_the_dead_lett
         time.sleep(0.02)
     assert shop.row(sent.id)["published_at"] is not None
     assert [one["fields"]["outcome"] for one in shop.envelopes(sent.id)] == ["retry", "retry", "failed", "dead_letter"]
+
+
+@pytest.mark.spec("DX-28", "DX-30", "PRV-11", "PRV-29")
+@pytest.mark.parametrize("given", [None, "host-7"])
+def test_the_metrics_of_a_task_name_its_execution_and_have_one_dead_letter(shop, given):
+    with SyntheticUpstream(then=DOWN) as upstream:
+        sent = shop.tasks.metered.apply_async(({"port": upstream.port},), tenant_id="acme", task_execution_id=given)
+        shop.failure(sent, ProviderDependencyError)
+    query = (
+        "select outcome, attempt_number from ergon.provider_execution_metrics "
+        "where correlation_id = %s and task_execution_id = %s order by created_at, attempt_number"
+    )
+    wanted = [("retry", 1), ("retry", 2), ("failed", 3), ("dead_letter", 3)]
+    until = time.monotonic() + PATIENCE
+    with psycopg.connect(shop.dsn, autocommit=True) as line:
+        while (found := line.execute(query, (sent.id, given or sent.id)).fetchall()) != wanted:
+            assert time.monotonic() < until, found
+            time.sleep(0.05)
+        count = "select count(*) from ergon.provider_dead_letters where provider_name = 'metered'"
+        counted = "select sum(dead_letter)::int from ergon.provider_minutes where provider_name = 'metered'"
+        assert line.execute(count).fetchone() == line.execute(counted).fetchone()
 
 
 @pytest.mark.spec("PRV-17", "PRV-23")

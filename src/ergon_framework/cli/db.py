@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as jsons
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +13,7 @@ import typer
 from ergon_framework.cli.telling import explained
 from ergon_framework.errors import ErgonError, extra, text
 from ergon_framework.runner.exits import ExitCode
-from ergon_framework.runner.settings import database
+from ergon_framework.runner.settings import database, settings
 from ergon_framework.schema.revisions import CHAIN, NEEDED
 
 db = typer.Typer(
@@ -41,13 +42,14 @@ def upgrade(*, config: Config = None, json: Json = False) -> None:
     """Bring the database to the schema of this release, all of it or nothing.
 
     The address is ERGON_POSTGRES__DSN of the environment, or postgres.dsn of ergon.toml. Running it again changes
-    nothing, and of two who run it at once the second waits. Workers of the release before go on meanwhile.
+    nothing, and of two who run it at once the second waits. Workers of the release before go on meanwhile. If
+    providers.task_table is set, attempts of providers refer to that table afterwards.
 
     Exit codes: 0 up to date, 2 out of reach, refused, or wrongly configured; then nothing was changed.
 
     Example: ERGON_POSTGRES__DSN=postgresql://owner@db.example/shop ergon db upgrade
     """
-    raise typer.Exit(_done(_upgraded, config=config, as_json=json))
+    raise typer.Exit(_done(partial(_upgraded, config=config), config=config, as_json=json))
 
 
 @db.command()
@@ -83,8 +85,12 @@ def sql(
 # -- what they do -----------------------------------------------------------------------------------
 
 
-def _upgraded(dsn: str) -> tuple[DbExit, str, dict[str, Any]]:
+def _upgraded(dsn: str, *, config: Path | None) -> tuple[DbExit, str, dict[str, Any]]:
     before = _migrate().upgrade(dsn)
+    if task_table := settings(config).providers.task_table:
+        from ergon_framework.providers.sql.task_table import use_task_table  # noqa: PLC0415 - as in _migrate
+
+        use_task_table(dsn, task_table)
     told = {"found": before.found, "applied": list(before.missing), "newer": before.newer}
     if before.newer:
         return DbExit.OK, f"{_newer(before.found)}; nothing was changed", told

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Final, Generic, TypeVar, cast
 
@@ -23,6 +24,7 @@ from ergon_framework.providers.execution import (
     ProviderExecutionResult,
     Reply,
     Request,
+    current_task_execution,
 )
 from ergon_framework.providers.idempotency import effect, fingerprint
 from ergon_framework.providers.observe import Observer, safely
@@ -89,6 +91,8 @@ class Provider(ABC, Generic[B, C]):
         context: ProviderExecutionContext,
     ) -> Request:
         below = scope.current()
+        if context.task_execution_id is None and (execution_id := current_task_execution.get()) is not None:
+            context = replace(context, task_execution_id=execution_id)
         key = context.idempotency_key
         if key is None and below is not None and operation not in self.reads:
             key = below.derive(effect(self.provider_name, operation, context.name))

@@ -38,7 +38,7 @@ from ergon_framework.providers.errors import (
     ProviderResponseFormatError,
     ReasonCode,
 )
-from ergon_framework.providers.execution import AttemptRow, Request
+from ergon_framework.providers.execution import AttemptRow, Request, current_task_execution
 from ergon_framework.providers.health import Outcome
 from ergon_framework.providers.invocation import Invocation, read
 from ergon_framework.providers.mapping import canonical
@@ -165,6 +165,7 @@ class Delivery:
             scope.Scope(invocation.transaction, "task", self._deliveries - 1, clock() + invocation.budget, clock)
         )
         current.set(self)
+        current_task_execution.set(invocation.task_execution_id)
         listener.set(self._heard)
         return body()
 

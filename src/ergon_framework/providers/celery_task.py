@@ -107,12 +107,13 @@ class CeleryProviderTask(Task):  # type: ignore[misc]  # Celery comes without ty
             provider.capability,
             self.operation or self.name.rpartition(".")[2],
             self.timeout_budget_seconds,
+            provider.policy.retry.max_attempts,
         )
 
     # -- how it is sent -----------------------------------------------------------------------------
 
     def apply_async(self, args: Any = None, kwargs: Any = None, *positional: Any, **options: Any) -> Any:
-        """Send it. ``tenant_id``, ``campaign_id``, ``idempotency_key``, ``correlation_id`` and
+        """Send it. ``tenant_id``, ``campaign_id``, ``idempotency_key``, ``correlation_id``, ``task_execution_id`` and
         ``timeout_budget_seconds`` may be given as options; below a handler tenant and correlation are inherited.
         """  # noqa: D205 - one sentence
         if options.get("serializer", _JSON) != _JSON:

@@ -34,10 +34,16 @@ class DeadLetter(NamedTuple):
     attempts: int
     occurred_at: float
     task_id: str
+    # What the row of metrics says besides; neither the stored letter nor its message has it.
+    task_execution_id: str | None = None
+    max_attempts: int = 0
+    timeout_budget_ms: float = 0.0
+    retryable: bool = False
+    http_status: int | None = None
 
 
 #: The fields of a message; the id of the task travels beside them.
-FIELDS: Final = DeadLetter._fields[:-1]
+FIELDS: Final = DeadLetter._fields[: DeadLetter._fields.index("task_id")]
 
 
 def dead_letter(invocation: Invocation, error: ProviderError, *, attempts: int, now: float) -> DeadLetter:
@@ -62,6 +68,11 @@ def dead_letter(invocation: Invocation, error: ProviderError, *, attempts: int, 
         attempts=len(error.attempts) if told else attempts,
         occurred_at=now,
         task_id=invocation.task_id,
+        task_execution_id=invocation.task_execution_id,
+        max_attempts=invocation.max_attempts,
+        timeout_budget_ms=invocation.budget * 1000,
+        retryable=error.retryable,
+        http_status=error.http_status,
     )
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from ergon_framework.providers.errors import ReasonCode
 from ergon_framework.providers.health import Outcome
@@ -12,6 +13,8 @@ from ergon_framework.providers.retry import Tried
 
 #: Whose calls they are where nobody has named a tenant.
 NO_TENANT = "default"
+#: The task execution that the calls of this context are part of, unless they name one.
+current_task_execution: Final[ContextVar[str | None]] = ContextVar("ergon_task_execution", default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,11 +10,13 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import datetime
 from enum import StrEnum
 from functools import reduce
 from itertools import accumulate
 from typing import Final
 
+from ergon_framework.providers.circuit_breaker import BreakerState
 from ergon_framework.providers.errors import ReasonCode
 
 MINUTE: Final = 60
@@ -33,7 +35,7 @@ NOT_CALLED: Final = frozenset({ReasonCode.CIRCUIT_OPEN, ReasonCode.QUOTA_EXHAUST
 
 
 class Outcome(StrEnum):
-    """How one attempt ended."""
+    """How one attempt ended; ``dead_letter`` is the end of a call whose task was given up."""
 
     SUCCESS = "success"
     RETRY = "retry"
@@ -55,7 +57,8 @@ class Row:
 class Calls:
     """Counts of attempts by outcome, and a histogram of how long they took.
 
-    ``refused`` counts those that were never made: they are in no rate and in no histogram.
+    ``refused`` counts those that were never made, ``dead_letter`` the calls that ended in a dead letter, which are no
+    attempts of their own: both are in no rate and in no histogram.
     """
 
     success: int = 0
@@ -71,6 +74,9 @@ class Calls:
         """The counts of *rows*."""
         counts, buckets, refused, longest = dict.fromkeys(Outcome, 0), [0] * (len(BOUNDS_MS) + 1), 0, 0.0
         for row in rows:
+            if row.outcome is Outcome.DEAD_LETTER:
+                counts[row.outcome] += 1
+                continue
             if row.reason_code in NOT_CALLED:
                 refused += 1
                 continue
@@ -89,7 +95,7 @@ class Calls:
 
     @property
     def total(self) -> int:
-        return self.success + self.retry + self.failed + self.dead_letter
+        return self.success + self.retry + self.failed
 
     @property
     def success_rate(self) -> float | None:
@@ -173,3 +179,21 @@ class Hour:
     @property
     def p95_latency_ms_1h(self) -> float | None:
         return self.calls.p95_latency_ms
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProviderHealthState:
+    """One row of ``provider_health_states``: how a provider and capability are for one tenant."""
+
+    id: int
+    tenant_id: str
+    provider_name: str
+    capability: str
+    breaker_state: BreakerState
+    consecutive_failures: int
+    success_rate_1h: float | None
+    p95_latency_ms_1h: float | None
+    last_error_code: str | None
+    last_error_at: datetime | None
+    last_success_at: datetime | None
+    updated_at: datetime

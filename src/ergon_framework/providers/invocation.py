@@ -21,7 +21,7 @@ from ergon_framework.transaction import Transaction
 HEADER: Final = "ergon"
 #: The names in that header. Those of whom it is for may be arguments of the task as well.
 WHOSE: Final = ("tenant_id", "campaign_id", "idempotency_key")
-NAMES: Final = (*WHOSE, "correlation_id", "timeout_budget_seconds")
+NAMES: Final = (*WHOSE, "correlation_id", "timeout_budget_seconds", "task_execution_id")
 #: Headers that bring a trace.
 TRACE: Final = ("traceparent", "tracestate", "baggage")
 
@@ -54,6 +54,10 @@ class Invocation:
     given_key: str | None
     budget: float
     trace: Mapping[str, str]
+    #: What the attempts of its calls refer to: the id that the sender gave, else the task's own.
+    task_execution_id: str
+    #: Of one call, as the policy of the provider says.
+    max_attempts: int = 1
     refused: ProviderBadRequestError | None = None
 
     @property
@@ -81,6 +85,7 @@ class Called:
     capability: str
     operation: str
     budget: float
+    max_attempts: int = 1
 
 
 def read(
@@ -113,6 +118,8 @@ def read(
         given_key=given.get("idempotency_key"),
         budget=budget,
         trace=_trace(headers),
+        task_execution_id=given.get("task_execution_id") or known,
+        max_attempts=called.max_attempts,
         refused=ProviderBadRequestError("; ".join(refused), sent=False, code="invocation") if refused else None,
     )
 

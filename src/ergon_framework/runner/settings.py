@@ -128,6 +128,14 @@ class PostgresSettings(Policy):
     )
 
 
+class ProviderSettings(Policy):
+    """Providers."""
+
+    task_table: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None, description="Table of task executions that attempts refer to; ergon db upgrade sets it up."
+    )
+
+
 class BrokerSettings(Policy):
     """The server of queues that are given no address."""
 
@@ -163,6 +171,7 @@ class Settings(Policy):
     logging: LoggingSettings = Field(default=LoggingSettings(), description="How the command logs.")
     telemetry: TelemetrySettings = Field(default=TelemetrySettings(), description="What is recorded of a task.")
     postgres: PostgresSettings = Field(default=PostgresSettings(), description="The database.")
+    providers: ProviderSettings = Field(default=ProviderSettings(), description="Providers.")
     rabbitmq: BrokerSettings = Field(default=BrokerSettings(), description="The RabbitMQ server.")
     nats: BrokerSettings = Field(default=BrokerSettings(), description="The NATS server.")
     redis: BrokerSettings = Field(default=BrokerSettings(), description="The Redis server.")

@@ -85,11 +85,11 @@ def test_the_rank_is_the_nearest_one(count, rank):
 # -- counts ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.spec("PRV-10")
+@pytest.mark.spec("PRV-10", "DX-28")
 def test_the_rate_is_the_share_of_attempts_that_succeeded():
     calls = Calls.of([ok(5), ok(5), failed(), Row(NOW, Outcome.RETRY, 5), Row(NOW, Outcome.DEAD_LETTER, 5)])
-    assert (calls.success, calls.retry, calls.failed, calls.dead_letter, calls.total) == (2, 1, 1, 1, 5)
-    assert calls.success_rate == 0.4
+    assert (calls.success, calls.retry, calls.failed, calls.dead_letter, calls.total) == (2, 1, 1, 1, 4)
+    assert calls.success_rate == 0.5
 
 
 @pytest.mark.spec("PRV-10")
@@ -101,7 +101,8 @@ def test_without_calls_there_is_no_rate_and_no_latency():
 @pytest.mark.parametrize("code", sorted(NOT_CALLED))
 def test_what_we_refused_ourselves_is_no_call(code):
     calls = Calls.of([ok(100), failed(code=code), Row(NOW, Outcome.DEAD_LETTER, 0, code)])
-    assert (calls.refused, calls.total, calls.success_rate, calls.p95_latency_ms) == (2, 1, 1.0, 100)
+    assert (calls.refused, calls.total, calls.success_rate, calls.p95_latency_ms) == (1, 1, 1.0, 100)
+    assert calls.dead_letter == 1
     assert Calls.of([failed(code=code)]).success_rate is None
 
 
@@ -131,7 +132,7 @@ def test_the_hour_is_its_rows_of_the_last_sixty_minutes(rows):
     within = [row for row in rows if minute_of(NOW) - 3_600 < minute_of(row.at) <= minute_of(NOW)]
     hour = Hour.at(NOW, minutes(rows))
     assert hour.calls == Calls.of(within)
-    called = [row for row in within if row.reason_code not in NOT_CALLED]
+    called = [row for row in within if row.reason_code not in NOT_CALLED and row.outcome is not Outcome.DEAD_LETTER]
     successes = [row for row in called if row.outcome is Outcome.SUCCESS]
     assert hour.success_rate_1h == (len(successes) / len(called) if called else None)
     if called:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -55,10 +55,9 @@ class Batch:
         middle = len(self.ready) // 2
         return [Batch(part) for part in (self.ready[:middle], self.ready[middle:]) if part]
 
-    @property
-    def rows(self) -> list[tuple[Any, ...]]:
-        """What is stored, column by column of the table."""
-        return [_stored(one) for one in self.ready if one.kept]
+    def rows(self, executions: Collection[str]) -> list[tuple[Any, ...]]:
+        """Return what is stored, column by column of the table; only *executions* can be referred to."""
+        return [_stored(one, executions) for one in self.ready if one.kept]
 
     @property
     def executions(self) -> list[str]:
@@ -101,11 +100,12 @@ def seen(tallies: dict[Place, Tally]) -> dict[Account, Seen]:
     return found
 
 
-def _stored(one: Ready) -> tuple[Any, ...]:
+def _stored(one: Ready, executions: Collection[str]) -> tuple[Any, ...]:
     row = one.row
+    execution = None if row.task_execution_id is None else _short(row.task_execution_id)
     return (
         row.tenant_id,
-        None if row.task_execution_id is None else _short(row.task_execution_id),
+        execution if execution in executions else None,
         row.provider_name,
         row.capability,
         _short(row.operation),

@@ -50,8 +50,8 @@ _log = logging.getLogger(__name__)
 
 #: Where the address of the database is found unless it is given.
 VARIABLE: Final = "ERGON_POSTGRES__DSN"
-#: The revision that has the tables of providers.
-NEEDED: Final = "0002"
+#: The revision that has the tables of providers as this release uses them.
+NEEDED: Final = "0011"
 #: The most accounts of which a process has blocks in hand.
 _PURSES: Final = 10_000
 #: Seconds for the blocks to be given back at the end.

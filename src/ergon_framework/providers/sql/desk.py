@@ -14,6 +14,7 @@ from ergon_framework.providers.sql.batch import Account, Batch, prepared
 from ergon_framework.providers.sql.reaching import PatientLine, connect
 from ergon_framework.providers.sql.retention import FORGET, Done, Retention, make_ahead, steps
 from ergon_framework.providers.sql.sampling import Sample, Sampler
+from ergon_framework.providers.sql.task_table import OWN, read_task_table
 from ergon_framework.providers.sql.tray import Tray
 from ergon_framework.providers.sql.writing import is_content, refresh_rates, write
 from ergon_framework.telemetry import logs
@@ -51,6 +52,8 @@ class Desk:
         self._retention = retention
         self._sampler = Sampler(sample)
         self.line: PatientLine | None = None
+        #: As the database said when the line was made.
+        self._task_table = OWN
         #: When the rates of an account were computed last, and the accounts with attempts since then.
         self._refreshed: dict[Account, float] = {}
         self._changed: set[Account] = set()
@@ -148,7 +151,8 @@ class Desk:
     def _tried(self, batch: Batch) -> Exception | None:
         """What kept *batch* from being written; None if it is."""
         try:
-            write(self._connected(), batch)
+            line = self._connected()
+            write(line, batch, task_table=self._task_table)
         except Exception as error:  # noqa: BLE001 - the thread's own boundary: handed on as data
             self._rolled_back()
             return error
@@ -188,6 +192,7 @@ class Desk:
             raise TimeoutError
         if self.line is None or self.line.closed:
             self.line = connect(self._dsn, patience=min(_PATIENCE, left))
+            self._task_table = read_task_table(self.line)
         self.line.patience = min(_PATIENCE, left)
         if self._due is None:
             self._due = time.monotonic()

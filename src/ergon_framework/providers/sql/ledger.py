@@ -66,7 +66,8 @@ with ended as (
     values (%(task_id)s, %(task_name)s, 1, 'dead', now())
     on conflict (task_id) do update set state = 'dead', ended_at = now() where known.state = 'running'
     returning task_id
-)
+),
+letter as (
 insert into ergon.provider_dead_letters (
     tenant_id, campaign_id, task_name, provider_name, capability, operation, idempotency_key, correlation_id,
     reason_code, error_type, error_message, attempts, occurred_at, task_id
@@ -76,7 +77,14 @@ select
     %(idempotency_key)s, %(correlation_id)s, %(reason_code)s, %(error_type)s, %(error_message)s, %(attempts)s,
     to_timestamp(%(occurred_at)s), task_id
 from ended
-on conflict (task_id) do nothing"""
+on conflict (task_id) do nothing
+returning 1
+)
+select ergon.provider_dead_letter_counted(
+    %(tenant_id)s, %(task_execution_id)s, %(provider_name)s, %(capability)s, %(operation)s, %(idempotency_key)s,
+    %(correlation_id)s, %(attempts)s, %(max_attempts)s, %(timeout_budget_ms)s, %(reason_code)s, %(retryable)s,
+    %(http_status)s, to_timestamp(%(occurred_at)s)
+) from letter"""
 _STATE: Final = "select state from ergon.provider_deliveries where task_id = %s"
 _LETTER: Final = "select reason_code, error_message from ergon.provider_dead_letters where task_id = %s"
 _WAITING: Final = """
@@ -246,8 +254,10 @@ class Ledger:
             self.close()
             # Without its cause, which quotes the address.
             raise ConnectionLost(f"the ledger of tasks cannot be reached ({type(error).__name__})") from None
-        except psycopg.errors.UndefinedTable:
-            raise ConfigurationError("the database has no tables of providers; run: ergon db upgrade") from None
+        except (psycopg.errors.UndefinedTable, psycopg.errors.UndefinedFunction):
+            raise ConfigurationError(
+                "the database has not the tables of providers that this release needs; run: ergon db upgrade"
+            ) from None
         except psycopg.Error as error:
             raise ConfigurationError(
                 f"the ledger of tasks is refused by its database ({type(error).__name__})"

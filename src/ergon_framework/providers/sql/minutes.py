@@ -71,7 +71,11 @@ def _tally(attempts: list[Attempt]) -> Tally:
     calls = Calls.of(Row(one.at.timestamp(), one.outcome, one.duration_ms, one.reason_code) for one in attempts)
     # Of two errors at the same moment the word that sorts last: any rule will do that does not depend on an order.
     error = max(
-        ((one.at, one.reason_code.value) for one in attempts if one.reason_code and one.reason_code not in NOT_CALLED),
+        (
+            (one.at, one.reason_code.value)
+            for one in attempts
+            if one.reason_code and one.reason_code not in NOT_CALLED and one.outcome is not Outcome.DEAD_LETTER
+        ),
         default=(None, None),
     )
     succeeded = max((one.at for one in attempts if one.outcome is Outcome.SUCCESS), default=None)
@@ -128,7 +132,7 @@ HOURS: Final = f"""
 minutes as materialized (
     select keys.tenant_id, keys.provider_name, keys.capability, success, made, longest_ms, buckets
     from keys cross join lateral (
-        select success, success + retry + failed + dead_letter as made, longest_ms, buckets
+        select success, success + retry + failed as made, longest_ms, buckets
         from ergon.provider_minutes as here
         where here.tenant_id = keys.tenant_id
             and here.provider_name = keys.provider_name

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from typing import Any, Final, TypeVar
 
@@ -11,10 +11,11 @@ from ergon_framework.errors import ConfigurationError
 from ergon_framework.providers.books import Account
 from ergon_framework.providers.circuit_breaker import BreakerState, OverrideKind
 from ergon_framework.providers.errors import ProviderBadRequestError
+from ergon_framework.providers.health import ProviderHealthState
 from ergon_framework.providers.quota import WindowKind
 from ergon_framework.providers.sql import statements
 from ergon_framework.providers.sql.names import account_of, owner_of
-from ergon_framework.providers.sql.sweeping import LostRow, window_of
+from ergon_framework.providers.sql.sweeping import LostRow
 from ergon_framework.schema.lines import Lines
 from ergon_framework.schema.operation import Operation, Query, Rows
 
@@ -202,6 +203,11 @@ def quotas(dsn: str, tenant: str | None = None, *, provider: str | None = None, 
     return _read(dsn, _QUOTAS, _quota_rows, tenant, provider=provider, limit=limit)
 
 
+def health_states(dsn: str, tenant: str | None = None, *, limit: int = 1000) -> list[ProviderHealthState]:
+    """Return the rows of ``provider_health_states``, of one tenant or of all."""
+    return _read(dsn, _HEALTH_STATES, lambda rows: [_health_state(row) for row in rows], tenant, limit=limit)
+
+
 def lost(dsn: str, tenant: str | None = None, *, limit: int = 1000) -> list[LostRow]:
     """Reservations whose owners let them lapse, the newest first; booked as used, whether they were or not."""
     return _read(dsn, _LOST, lambda rows: [LostRow.of(row) for row in rows], tenant, limit=limit)
@@ -223,13 +229,22 @@ order by 1, 2, 3 limit %(limit)s
 """
 
 _QUOTAS: Final = """
-select q.tenant_id, q.provider_name, q.capability, q.window_start, q.window_end, q.limit_count, q.used_count,
-    q.remaining_count, q.last_exhausted_at, q.updated_at
-from ergon.provider_quota_states q
+select q.tenant_id, q.provider_name, q.capability, q.window_kind, q.window_start, q.window_end, q.limit_count,
+    q.used_count, q.remaining_count, q.last_exhausted_at, q.updated_at
+from ergon.provider_quota_windows q
 where q.window_end > ergon.provider_clock() and (%(tenant)s::text is null or q.tenant_id = %(tenant)s)
     and (%(provider)s::text is null or q.provider_name = %(provider)s)
     and (%(capability)s::text is null or q.capability = %(capability)s)
-order by 1, 2, 3, 5 limit %(limit)s
+order by 1, 2, 3, 6 limit %(limit)s
+"""
+
+_HEALTH_FIELDS: Final = tuple(field.name for field in fields(ProviderHealthState))
+_HEALTH_STATES: Final = """
+select h.id, h.tenant_id, h.provider_name, h.capability, h.breaker_state, h.consecutive_failures, h.success_rate_1h,
+    h.p95_latency_ms_1h, h.last_error_code, h.last_error_at, h.last_success_at, h.updated_at
+from ergon.provider_health_states h
+where %(tenant)s::text is null or h.tenant_id = %(tenant)s
+order by h.tenant_id, h.provider_name, h.capability limit %(limit)s
 """
 
 _LOST: Final = """
@@ -282,7 +297,7 @@ def _breaker_rows(rows: Rows) -> list[BreakerRow]:
 
 
 def _quota_rows(rows: Rows) -> list[QuotaRow]:
-    return [QuotaRow(account_of(*row[:3]), *window_of(row[3]), *row[4:]) for row in rows]
+    return [QuotaRow(account_of(*row[:3]), WindowKind(row[3]), row[4].astimezone(UTC), *row[5:]) for row in rows]
 
 
 def _override_rows(rows: Rows) -> list[OverrideRow]:
@@ -314,3 +329,8 @@ def _performed(dsn: str, make: Callable[[], Operation[R]]) -> R:
         return lines.run(make())
     finally:
         lines.close()
+
+
+def _health_state(row: Sequence[Any]) -> ProviderHealthState:
+    named = dict(zip(_HEALTH_FIELDS, row, strict=True))
+    return ProviderHealthState(**named | {"breaker_state": BreakerState(named["breaker_state"])})

@@ -14,6 +14,7 @@ from pydantic import Field
 from ergon_framework.errors import ErgonError
 from ergon_framework.policy import Count, Policy
 from ergon_framework.providers.sql.reaching import reached
+from ergon_framework.providers.sql.task_table import read_task_table
 
 #: How long the id of a batch is remembered. No writer repeats one that is older than a quarter of it.
 FORGET: Final = timedelta(hours=2)
@@ -83,6 +84,10 @@ def steps(line: Connection[Any], retention: Retention, done: Done) -> Iterator[N
                 yield
         for statement, values in _old(today, retention):
             yield from _emptied(line, statement, values, done)
+        if read_task_table(line).is_own:
+            # A day more than the attempts: what refers to an execution is gone first.
+            until = datetime.combine(today, time(), UTC) - timedelta(days=retention.rows + 1)
+            yield from _emptied(line, _EXECUTIONS, {"until": until}, done)
     except _Elsewhere:
         done.others = True
 
@@ -218,6 +223,13 @@ delete from ergon.provider_quota_states where ctid = any (array(
 _BATCHES: Final = """
 delete from ergon.provider_batches where ctid = any (array(
     select ctid from ergon.provider_batches where at < now() - %(age)s limit %(part)s
+))
+"""
+_EXECUTIONS: Final = """
+delete from ergon.task_executions where ctid = any (array(
+    select e.ctid from ergon.task_executions e where e.created_at < %(until)s and not exists (
+        select 1 from ergon.provider_execution_metrics m where m.task_execution_id = e.id
+    ) limit %(part)s
 ))
 """
 # An account that nobody calls any more has no last hour.

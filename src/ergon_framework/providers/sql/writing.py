@@ -10,6 +10,7 @@ from psycopg import Connection
 
 from ergon_framework.providers.sql import minutes
 from ergon_framework.providers.sql.batch import Account, Batch, seen
+from ergon_framework.providers.sql.task_table import OWN, TaskTable
 
 # Of a writer that stands still in the middle, stopped or cut off, nobody has to wait for the locks for long; and its
 # batch becomes certain, because its database transaction ends.
@@ -19,10 +20,6 @@ select set_config('statement_timeout', '10s', true), set_config('lock_timeout', 
 """
 # It waits for another database transaction that has written the same id and is not over.
 _CLAIM: Final = "insert into ergon.provider_batches (id) values (%s) on conflict do nothing"
-_EXECUTIONS: Final = """
-insert into ergon.task_executions (id) select name from unnest(%s::text[]) as names (name) order by name
-on conflict do nothing
-"""
 _COPY: Final = """
 copy ergon.provider_execution_metrics (
     tenant_id, task_execution_id, provider_name, capability, operation, idempotency_key, correlation_id, attempt_number,
@@ -75,8 +72,8 @@ returning here.tenant_id, here.provider_name, here.capability, here.success_rate
 """  # noqa: S608 - of constants
 
 
-def write(line: Connection[Any], batch: Batch) -> None:
-    """Write *batch*, unless it has been written.
+def write(line: Connection[Any], batch: Batch, *, task_table: TaskTable = OWN) -> None:
+    """Write *batch*, unless it has been written; its attempts refer to *task_table*.
 
     Whatever is raised leaves the batch unwritten, unless ``batch.doubt`` is set then: the same batch may be given
     again in any case.
@@ -89,9 +86,7 @@ def write(line: Connection[Any], batch: Batch) -> None:
         line.execute("rollback")
         return
     batch.doubt = False  # who could claim it knows that nobody has written it
-    if executions := batch.executions:
-        line.execute(_EXECUTIONS, [executions])
-    if rows := batch.rows:
+    if rows := batch.rows(task_table.ensure_rows(line, batch.executions)):
         with line.cursor() as cursor, cursor.copy(_COPY) as copy:
             for row in rows:
                 copy.write_row(row)
