@@ -103,8 +103,14 @@ def predict(
 
 def drain_end_of(plan: Plan, *, began: float = 0.0) -> float | None:
     """When the drain of *plan* is over, if it is stopped or times out before it has ended by itself."""
-    stop = _stop_of(plan, began=began)
-    return None if stop is None else stop + _drain(plan)
+    loop = plan.policy["loop"]
+    timeout = loop.get("timeout")
+    bound = math.inf if timeout is None else timeout + loop.get("timeout_drain", 0.0)
+    if plan.stop_at is None or (timeout is not None and timeout <= plan.stop_at):
+        end = bound
+    else:
+        end = min(plan.stop_at + loop.get("drain_timeout", 30.0), bound)
+    return None if end == math.inf else began + end
 
 
 # One lifecycle -------------------------------------------------------------------------------------
@@ -462,10 +468,6 @@ def _stop_of(plan: Plan, *, began: float) -> float | None:
     return min((began + seconds for seconds in ends if seconds is not None), default=None)
 
 
-def _drain(plan: Plan) -> float:
-    return float(plan.policy["loop"].get("drain_timeout", 30.0))
-
-
 def _concurrency(run: _Run) -> Iterator[str]:
     """CON-29, PRO-15: transactions with a running body never exceed the slots."""
     events: list[tuple[float, int]] = []
@@ -551,8 +553,9 @@ def _steps(run: _Run, number: int) -> Iterator[str]:
 
 def _ends(run: _Run) -> Iterator[str]:
     """CON-36, PRO-07: after a stop nothing new starts, and the loop is gone when the drain is over."""
-    if run.stop is not None and run.record.ended > run.stop + _drain(run.plan) + run.slack:
-        yield f"the loop ended at {run.record.ended}, due was {run.stop} plus {_drain(run.plan)} of drain"
+    due = drain_end_of(run.plan, began=run.record.began)
+    if run.stop is not None and due is not None and run.record.ended > due + run.slack:
+        yield f"the loop ended at {run.record.ended}, due was {due}, with the drain"
     for number, delivery in enumerate(run.record.deliveries):
         if run.stop is not None and delivery.started is not None and delivery.started > run.stop + run.slack:
             yield f"{run.name(number)} started at {delivery.started}, after the stop at {run.stop}"

@@ -305,6 +305,8 @@ def _policy(draw: _Draw, kind: Kind) -> dict[str, Any]:
         "batch": {"size": draw.whole(1, 4)},
         "drain_timeout": 0.0 if draw.chance(0.05) else draw.seconds(0.3, 8.0),
     }
+    if draw.chance(0.5):
+        loop["timeout_drain"] = draw.seconds(0.3, 8.0)
     if draw.chance(0.4):
         loop["transaction_timeout"] = draw.seconds(0.5, 8.0)
     if draw.chance(0.06):

@@ -389,7 +389,9 @@ def test_nothing_starts_after_the_stop():
 
 def test_the_drain_of_a_plan_begins_at_the_first_of_stop_and_timeout():
     plan = Plan(0, "consume", policy_of(timeout=4.0), (), stop_at=6.0)
-    assert drain_end_of(plan, began=10.0) == 19.0
+    assert drain_end_of(plan, began=10.0) == 14.0
+    assert drain_end_of(replace(plan, policy=policy_of(timeout=4.0, timeout_drain=5.0)), began=10.0) == 19.0
+    assert drain_end_of(replace(plan, stop_at=3.0, policy=policy_of(timeout=4.0)), began=10.0) == 14.0
     assert drain_end_of(replace(plan, policy=policy_of())) == 11.0
     assert drain_end_of(Plan(0, "consume", policy_of(), ())) is None
 
@@ -527,7 +529,7 @@ def test_too_few_starts_are_found_unless_the_loop_was_stopped():
 
 
 def test_an_early_end_excuses_fewer_starts_and_a_released_transaction_is_sound():
-    plan, record = consumed(timeout=1.5, drain_timeout=0.25)
+    plan, record = consumed(timeout=1.5, timeout_drain=0.25)
     kept = (BodyRecord(Call("process", 0, 0.0), 1.875),)
     record = replace(
         record,

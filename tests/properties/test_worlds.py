@@ -111,7 +111,7 @@ def test_whatever_a_broker_does_every_delivery_ends_once_and_the_loop_in_time(pa
 @pytest.mark.parametrize("kind", ["consume", "produce"])
 def test_the_first_stop_after_a_loop_timeout_does_not_cut_the_drain_short(kind):
     main = "process" if kind == "consume" else "produce"
-    loop = {"concurrency": {"value": 1}, "batch": {"size": 1}, "drain_timeout": 5.0, "timeout": 2.0}
+    loop = {"concurrency": {"value": 1}, "batch": {"size": 1}, "timeout_drain": 5.0, "timeout": 2.0}
     policy = {"loop": loop, "steps": {main: {"retry": {"timeout": 10.0}}}}
     plan = Plan(0, kind, policy, (TransactionPlan("t0", process=(Behaviour(4.0),)),), stop_at=3.0)
     for run in (in_simulation(plan, "threads"), in_threads(plan)):

@@ -212,9 +212,16 @@ class Diary:
         )
 
     def transactions(self) -> list[Transaction]:
-        """What a producer is given."""
+        """What a producer is given; an id that stands twice is the same transaction twice."""
+        first: dict[str, int] = {}
         return [
-            Transaction(planned.id, position, source=SOURCE, key=planned.key, attempts=planned.attempts)
+            Transaction(
+                planned.id,
+                first.setdefault(planned.id, position),
+                source=SOURCE,
+                key=planned.key,
+                attempts=planned.attempts,
+            )
             for position, planned in enumerate(self.plan.transactions)
         ]
 
@@ -612,7 +619,7 @@ def judge_promises(seen: Unreliably) -> list[str]:
         found.append("nobody would ever have gone on")
     ends = [end for end in (plan.stop_at, plan.policy["loop"].get("timeout")) if end is not None]
     if ends and min(ends) <= record.ended:
-        due = min(ends) + plan.policy["loop"]["drain_timeout"]
+        due = oracle.drain_end_of(plan)
         if seen.second_stop is not None:
             due = min(due, max(seen.second_stop, min(ends)))
         if record.ended > due + FLUSH + oracle.TOLERANCE:
@@ -771,7 +778,7 @@ def scaled(plan: Plan, scale: float) -> Plan:
     return replace(plan, policy=policy, transactions=transactions, stop_at=stop_at, faults=faults)
 
 
-_LOOP_TIMES = {"drain_timeout", "transaction_timeout", "timeout", "identity_delay"}
+_LOOP_TIMES = {"drain_timeout", "timeout_drain", "transaction_timeout", "timeout", "identity_delay"}
 _RETRY_TIMES = {"timeout", "backoff", "cap", "hold", "abandon_grace"}
 
 

@@ -181,6 +181,21 @@ def test_the_names_of_the_document_are_there():
         assert callable(mixin._start_processing)
 
 
+@pytest.mark.spec("CON-42", "DX-19")
+def test_each_worker_runs_start_processing(build):
+    world = build().offer("a", "b")
+    started, start = [], world.task._start_processing
+
+    def counted(course, transaction, watch):
+        started.append(transaction.id)
+        return start(course, transaction, watch)
+
+    world.task._start_processing = counted
+    world.run(policy(concurrency=1))
+    assert sorted(started) == ["a", "b"]
+    assert world.kinds() == {"a": "succeeded", "b": "succeeded"}
+
+
 class Refusal(ErgonError):
     category = BUSINESS
     code = "refused"

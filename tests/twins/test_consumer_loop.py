@@ -94,7 +94,9 @@ def test_the_loop_timeout_ends_a_loop_that_always_has_work(build):
         fetch.queue.dispatch([Transaction(f"t{fetch.number}", source="queue")])
 
     with Pulse() as pulse:
-        world = build(process=takes(0.02), fetches=endless).run(policy(timeout=0.2, batch=1, concurrency=1))
+        world = build(process=takes(0.02), fetches=endless).run(
+            policy(timeout=0.2, timeout_drain=5.0, batch=1, concurrency=1)
+        )
     assert isinstance(world.error, LoopTimeout)
     assert world.report.end is End.TIMEOUT
     assert 0.2 <= world.took < 0.5 + pulse.late

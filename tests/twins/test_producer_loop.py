@@ -338,3 +338,19 @@ def test_a_stop_does_not_outlive_its_call(flavour):
     again = made.task.produce_transactions(many(3), quick())
     report = again if flavour == "threads" else asyncio.run(again)
     assert report.end is End.DONE
+
+
+@pytest.mark.spec("DX-19")
+def test_each_worker_runs_start_producing(flavour):
+    made = Run(flavour, many(3), quick())
+    started, start = [], made.task._start_producing
+
+    def counted(course, transaction, watch):
+        started.append(transaction.id)
+        return start(course, transaction, watch)
+
+    made.task._start_producing = counted
+    made.go()
+
+    assert started == ["t0", "t1", "t2"]
+    assert made.kinds == ["succeeded"] * 3

@@ -189,12 +189,12 @@ def test_a_wait_that_does_not_fit_the_lifecycle_ends_the_step_with_its_last_erro
 # -- the call --------------------------------------------------------------------------------------
 
 
-@pytest.mark.spec("PRO-07", "PRO-12", "PRO-18")
-def test_a_strict_loop_timeout_ends_the_call_at_once_with_the_report(flavour):
+@pytest.mark.spec("PRO-07", "PRO-12", "PRO-18", "DX-19")
+def test_by_default_the_loop_timeout_ends_the_call_at_once_with_the_report(flavour):
     def produce(transaction, _):
         return Hang(stubborn=True, late="late", then="late") if place(transaction) >= 2 else None
 
-    policy = quick(timeout=0.15, drain_timeout=0, concurrency=2, batch=4)
+    policy = quick(timeout=0.15, concurrency=2, batch=4)
     made = run(flavour, many(7), policy, produce=produce)
 
     assert isinstance(made.raised, LoopTimeout)
@@ -222,7 +222,7 @@ def test_a_loop_timeout_lets_what_runs_end_within_the_drain(flavour):
         opener.start()
         return hang
 
-    made = run(flavour, many(3), quick(timeout=0.05, drain_timeout=9, concurrency=1), produce=produce)
+    made = run(flavour, many(3), quick(timeout=0.05, timeout_drain=9, concurrency=1), produce=produce)
     for door in doors:
         door.join()
 
@@ -234,7 +234,7 @@ def test_a_loop_timeout_lets_what_runs_end_within_the_drain(flavour):
 
 @pytest.mark.spec("PRO-07")
 def test_the_call_is_over_by_its_timeout_plus_the_drain(flavour):
-    policy = quick(timeout=0.05, drain_timeout=0.1)
+    policy = quick(timeout=0.05, timeout_drain=0.1)
     made = run(flavour, many(1), policy, produce=stays)
 
     assert isinstance(made.raised, LoopTimeout)

@@ -41,7 +41,7 @@ def test_after_the_loop_timeout_the_reason_is_timeout(flavour):
     made = Run(
         flavour,
         many(3),
-        quick(concurrency=1, timeout=0.05, drain_timeout=0),
+        quick(concurrency=1, timeout=0.05),
         produce=lambda *_: Hang(stubborn=True, then="sent", late="sent"),
     ).go()
 
@@ -91,7 +91,7 @@ def test_the_log_shows_it(flavour, caplog):
         Run(
             flavour,
             many(1),
-            quick(timeout=0.05, drain_timeout=0),
+            quick(timeout=0.05),
             produce=lambda *_: Hang(stubborn=True),
         ).go()
 
@@ -103,7 +103,7 @@ def test_a_consumer_whose_loop_timeout_is_over_says_so_too(flavour, build, caplo
     world = build().offer("a")
     world.bodies["process"] = takes(world.signal())
     with caplog.at_level(logging.INFO, logger="ergon_framework"):
-        world.run(policy(concurrency=1, timeout=0.1, drain_timeout=0))
+        world.run(policy(concurrency=1, timeout=0.1))
 
     outcome = world.outcome("a")
     assert (outcome.kind, outcome.started, outcome.reason) == (Kind.RELEASED, True, "timeout")
@@ -126,7 +126,7 @@ def test_a_delivery_that_waits_beside_the_slots_has_not_started(flavour):
         await simulation.sleep(5.0)
 
     task = consumer(queue)(body if flavour == "threads" else body_async)
-    rules = ConsumerPolicy.load({"loop": {"timeout": 1.0, "drain_timeout": 0.0}})
+    rules = ConsumerPolicy.load({"loop": {"timeout": 1.0}})
     with pytest.raises(LoopTimeout):
         simulation.consume(task, rules, on_outcome=outcomes.append)
 

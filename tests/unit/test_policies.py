@@ -98,7 +98,7 @@ def test_the_defaults_are_the_documented_ones():
         "abandon_grace": 5,
     }
     loop = {"concurrency": {"value": 10}, "batch": {"size": 10}, "timeout": None, "transaction_timeout": None}
-    loop |= {"limit": None, "drain_timeout": 30}
+    loop |= {"limit": None, "drain_timeout": 30, "timeout_drain": 0}
     assert ConsumerPolicy().model_dump() == {
         "loop": loop
         | {

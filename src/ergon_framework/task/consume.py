@@ -11,12 +11,13 @@ from ergon_framework.engine.effects import NEVER, Script, Spawn, interrupt, spaw
 from ergon_framework.engine.outcome import Stopped
 from ergon_framework.engine.slots import Done, Freed, Mailbox, Slot
 from ergon_framework.task.crew import Crew, hear_until
+from ergon_framework.task.drain import drain_end
 from ergon_framework.task.exceptions import FetchException, LoopStalled, LoopTimeout
 from ergon_framework.task.fetch import Fetcher
 from ergon_framework.task.gates import Gate, ask
 from ergon_framework.task.handling import Handling
 from ergon_framework.task.intake import Intake
-from ergon_framework.task.lifecycle import Course
+from ergon_framework.task.lifecycle import Course, Start, lifecycle
 from ergon_framework.task.renew import renew
 from ergon_framework.task.report import End, Outcome, Report
 from ergon_framework.task.settle import Settler
@@ -62,6 +63,7 @@ class Consumption:
         name: str,
         mailbox: Callable[[], Mailbox],
         fenced: Callable[[], int],
+        start: Start = lifecycle,
         gates: tuple[Gate, ...] = (),
         watch: Onlooker | None = None,
         on_outcome: Callable[[Outcome], None] | None = None,
@@ -84,7 +86,7 @@ class Consumption:
             watch=watch,
             on_outcome=on_outcome,
         )
-        self._handling = Handling(course, policy.steps.settle, self._settler, name=name, watch=watch)
+        self._handling = Handling(course, policy.steps.settle, self._settler, name=name, watch=watch, start=start)
         self._intake = Intake(
             policy.loop, self._handling, self._settler, senses=course.senses, report=self.report, watch=watch
         )
@@ -148,8 +150,9 @@ class Consumption:
         self._fetcher = fetcher = self._fetching()
         end = yield from self._feed(fetcher)
         end, until = yield from self._drain(end)
-        # One that hangs is not worth more; one that is about to answer would take claims along that nobody settles.
-        yield from fetcher.left(min(until, self._senses.clock() + FLUSH))
+        # A fetch that answers now brings claims, which would be held for a lease if they were not released here.
+        leaves = max(until, self._deadline + FLUSH) if end is End.TIMEOUT else until
+        yield from fetcher.left(min(leaves, self._senses.clock() + FLUSH))
         yield from self._flush(settling, renewing, until)
         self.report.end = end
         self.report.abandoned = len(self._crew.bodies)
@@ -420,14 +423,16 @@ class Consumption:
     def _no_more(self, end: End) -> float:
         """Give back what has not begun; the moment when the drain is over."""
         self._intake.clear(end.value)
-        return NEVER if end is End.FETCH else self._senses.clock() + self._loop.drain_timeout
+        if end is End.FETCH:
+            return NEVER
+        return drain_end(self._loop, end, now=self._senses.clock(), deadline=self._deadline)
 
     def _flush(self, settling: Slot, renewing: Slot | None, until: float) -> Script[None]:
         """Have everything settled; then nothing needs to be renewed."""
         self._settler.close()
         clock = self._senses.clock
         # A loop that was not told to end has until its own time is over, as if it still drained.
-        until = max(clock(), self._deadline + self._loop.drain_timeout if until == NEVER else until) + FLUSH
+        until = max(clock(), self._deadline + self._loop.timeout_drain if until == NEVER else until) + FLUSH
         while settling in self._aides:
             events = yield from wait(self.mailbox, until=until)
             if isinstance(events, Stopped):

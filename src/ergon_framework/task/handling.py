@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ergon_framework.connectors.base import DeadLetter, Delivery
 from ergon_framework.engine.effects import Script, afterwards, gone
 from ergon_framework.failure import Failure
-from ergon_framework.task.lifecycle import Course, lifecycle
+from ergon_framework.task.lifecycle import Course, Start, lifecycle
 from ergon_framework.task.report import End, Kind, Outcome
 from ergon_framework.task.settle import Item, Settler, decide, failure_of, needs_absence
 from ergon_framework.task.watch import Onlooker
@@ -20,7 +20,17 @@ if TYPE_CHECKING:
 class Handling:
     """What all deliveries of a loop are handled with."""
 
-    def __init__(self, course: Course, policy: SettlePolicy, settler: Settler, *, name: str, watch: Onlooker) -> None:
+    def __init__(
+        self,
+        course: Course,
+        policy: SettlePolicy,
+        settler: Settler,
+        *,
+        name: str,
+        watch: Onlooker,
+        start: Start = lifecycle,
+    ) -> None:
+        self._start = start
         self._course = course
         self._senses = course.senses
         self._policy = policy
@@ -37,7 +47,7 @@ class Handling:
     def run(self, delivery: Delivery) -> Script[None]:
         """Take *delivery* through its lifecycle and have it settled."""
         transaction = delivery.transaction
-        outcome = yield from lifecycle(self._course, transaction, self._watch.begin(transaction, delivery))
+        outcome = yield from self._start(self._course, transaction, self._watch.begin(transaction, delivery))
         if delivery.receipt in self.lost:
             outcome.kind, outcome.reason = Kind.RELEASED, "lost"
             self._settler.put(Item(delivery, None, outcome))

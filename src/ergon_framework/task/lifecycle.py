@@ -99,6 +99,12 @@ def _wrapped(error: BaseException, category: Category, verdict: ErgonError | Non
     return wrapped
 
 
+class Start(Protocol):
+    """Starts one lifecycle: ``lifecycle`` itself, or the method of a task that calls it."""
+
+    def __call__(self, course: Course, transaction: Transaction, watch: Watch | None = None, /) -> Script[Outcome]: ...
+
+
 def lifecycle(course: Course, transaction: Transaction, watch: Watch | None = None) -> Script[Outcome]:
     """Take one transaction from its start to exactly one outcome."""
     outcome = Outcome(transaction)

@@ -11,8 +11,9 @@ from ergon_framework.engine.outcome import Stopped
 from ergon_framework.engine.slots import Done, Freed, Mailbox
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.task.crew import Crew
+from ergon_framework.task.drain import drain_end
 from ergon_framework.task.exceptions import LoopStalled, LoopTimeout
-from ergon_framework.task.lifecycle import Course, lifecycle
+from ergon_framework.task.lifecycle import Course, Start, lifecycle
 from ergon_framework.task.report import End, Kind, Outcome, ProduceReport
 from ergon_framework.task.watch import Onlooker
 from ergon_framework.transaction import Transaction
@@ -41,9 +42,11 @@ class Production:
         *,
         mailbox: Callable[[], Mailbox],
         fenced: Callable[[], int],
+        start: Start = lifecycle,
         watch: Onlooker | None = None,
     ) -> None:
         self._fenced = fenced
+        self._start_lifecycle = start
         self._course = course
         self._clock = course.senses.clock
         # A copy: the caller may change the list meanwhile.
@@ -106,7 +109,7 @@ class Production:
 
     def _start(self, transaction: Transaction) -> Script[None]:
         self._started += 1
-        script = lifecycle(self._course, transaction, self._watch.begin(transaction, None))
+        script = self._start_lifecycle(self._course, transaction, self._watch.begin(transaction, None))
         slot = yield from spawn(script, told=self.mailbox, counted=True)
         self._crew.flights[slot] = transaction
 
@@ -131,7 +134,7 @@ class Production:
 
     def _drain(self, end: End) -> Script[End]:
         """Let what runs come to its end within its time, then stop it."""
-        until = NEVER if end is End.LIMIT else self._clock() + self._loop.drain_timeout
+        until = NEVER if end is End.LIMIT else self._drain_end(end)
         asked = end is End.STOP
         while self._crew.flights and self._clock() < until:
             events = yield from wait(self.mailbox, until=min(until, self._deadline if until == NEVER else NEVER))
@@ -141,10 +144,13 @@ class Production:
             asked = asked or why is End.STOP
             if why is not None and until == NEVER:
                 end = why
-                until = self._clock() + self._loop.drain_timeout
+                until = self._drain_end(end)
         self._end = end
         yield from self._crew.dismiss(self.mailbox, self._hear)
         return end
+
+    def _drain_end(self, end: End) -> float:
+        return drain_end(self._loop, end, now=self._clock(), deadline=self._deadline)
 
     def _reported(self, end: End) -> ProduceReport:
         outcomes = [self._outcomes.get(_name(given)) or _never_started(given, end) for given in self._transactions]

@@ -405,15 +405,31 @@ def test_the_loops_time_counts_from_its_start_and_bounds_every_wait() -> None:
     loop.brings(at=109.8)
     assert loop.waits == (1, 110.0)
     loop.hears(at=110.0)
-    assert loop.waits == (1, 140.0 + FLUSH), "only the settler is left, and it has the time of a drain"
+    assert loop.waits == (1, 110.0 + FLUSH), "only the settler is left, and the loop's time is over"
     with pytest.raises(LoopTimeout, match=r"the loop's 10.0 s are over; 0 transactions had ended") as caught:
         loop.ends()
     assert caught.value.report.end is End.TIMEOUT
     assert loop.watch.told[-1] == ("over", End.TIMEOUT)
 
 
+@pytest.mark.spec("DX-19")
+def test_by_default_nothing_is_waited_for_once_the_loops_time_is_over() -> None:
+    loop = Loop(**concurrency(1, timeout=10.0)).brings(*items("a")).hears(at=10.0)
+    assert loop.interrupted == [loop.slots[1]]
+    loop.hears(loop.done(1))
+    assert loop.waits == (1, 10.0 + FLUSH)
+
+
+@pytest.mark.spec("DX-19")
+def test_the_loops_time_bounds_the_drain_of_a_stop_too() -> None:
+    loop = Loop(**concurrency(1, timeout=10.0)).brings(*items("a")).on(Stopped(), at=5.0)
+    assert (loop.waits, loop.interrupted) == ((1, 10.0), [])
+    loop.hears(at=10.0)
+    assert loop.interrupted == [loop.slots[1]]
+
+
 def test_what_has_not_begun_is_given_back_when_the_time_is_over() -> None:
-    loop = Loop(**concurrency(1, prefetch=1, timeout=10.0, drain_timeout=7.0)).brings(*items("a", "b"))
+    loop = Loop(**concurrency(1, prefetch=1, timeout=10.0, timeout_drain=7.0)).brings(*items("a", "b"))
     assert loop.waits == (1, 10.0)
     loop.hears(at=10.0)
     assert [(item.delivery.receipt, item.outcome.reason) for item in loop.settling()] == [("b", "timeout")]
@@ -427,7 +443,7 @@ def test_what_has_not_begun_is_given_back_when_the_time_is_over() -> None:
 
 
 def test_a_loop_that_found_nothing_more_still_has_its_time_for_what_runs() -> None:
-    loop = Loop(timeout=10.0).brings(*items("a")).brings()
+    loop = Loop(timeout=10.0, timeout_drain=30.0).brings(*items("a")).brings()
     assert loop.waits == (1, 10.0)
     loop.hears(at=10.0)
     assert loop.waits == (1, 40.0)
@@ -437,7 +453,7 @@ def test_a_loop_that_found_nothing_more_still_has_its_time_for_what_runs() -> No
         loop.ends()
 
 
-@pytest.mark.parametrize("timeout, until", [(None, NEVER), (10.0, 40.5)])
+@pytest.mark.parametrize("timeout, until", [(None, NEVER), (10.0, 10.5)])
 def test_a_loop_that_ends_by_itself_settles_until_its_own_time_is_over(timeout: float | None, until: float) -> None:
     loop = Loop(timeout=timeout).brings()
     assert loop.waits == (1, until)
@@ -602,7 +618,7 @@ def test_a_stop_while_it_waits_for_bodies_is_a_stop_and_its_drain_begins_then() 
 
 @pytest.mark.spec("CON-12")
 def test_the_loop_s_own_time_may_end_while_it_waits_for_bodies() -> None:
-    loop = Loop(drain_timeout=7.0, timeout=8.0).brings(*items("a")).brings()
+    loop = Loop(timeout_drain=7.0, timeout=8.0).brings(*items("a")).brings()
     postpone(loop, 1)
     loop.hears(loop.done(1, freed=False), at=5.0)
     assert loop.waits == (1, 8.0)
@@ -741,7 +757,7 @@ def test_a_second_stop_ends_the_drain_at_once() -> None:
 
 
 def test_a_first_stop_in_a_drain_for_another_reason_changes_nothing() -> None:
-    loop = Loop(timeout=10.0).brings(*items("a")).brings()
+    loop = Loop(timeout=10.0, timeout_drain=30.0).brings(*items("a")).brings()
     loop.hears(at=10.0)
     loop.on(Stopped(), at=11.0)
     assert (loop.waits, loop.interrupted) == ((1, 40.0), [])

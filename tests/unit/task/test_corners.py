@@ -14,7 +14,6 @@ import pytest
 
 from ergon_framework import AsyncConsumerMixin, ConsumerMixin, ConsumerPolicy, MemoryConnector, Transaction
 from ergon_framework.connectors.base import Ack, Delivery, Later, Release, SettleResult, Settling
-from ergon_framework.engine.senses import Senses
 from ergon_framework.task.exceptions import (
     FetchException,
     FetchTimeoutException,
@@ -22,7 +21,6 @@ from ergon_framework.task.exceptions import (
     TransactionException,
 )
 from ergon_framework.task.loops import loops_of
-from ergon_framework.task.mixins.policies import ProducerPolicy
 from ergon_framework.task.mixins.producer import AsyncProducerMixin, ProducerMixin
 from ergon_framework.task.report import End, Kind, Outcome, Report
 
@@ -338,6 +336,7 @@ def test_what_a_fetch_brings_after_the_end_is_released(flavour: str, end: str) -
         return broker.claim(1)
 
     broker.fetches = [late]
+    # The default timeout_drain: a fetch under way has half a second all the same.
     rules = {"drain_timeout": WAIT, "timeout": 0.1 if end == "timeout" else None}
     loop = Background(make(flavour, broker), policy(streaming=True, **rules))
     assert began.wait(WAIT)
@@ -639,15 +638,6 @@ def test_a_task_is_live_when_it_runs_nothing(flavour: str) -> None:
     task = make(flavour, Broker())
     assert task.live
     task.stop()
-
-
-@pytest.mark.spec("CON-42")
-def test_one_transaction_can_be_taken_through_its_lifecycle_without_a_loop() -> None:
-    task = Sync(Broker(), lambda transaction: transaction.id)
-    script = task._start_processing(Transaction("1"), ConsumerPolicy(), senses=Senses())
-    assert next(script).step == "process"
-    produced = task._start_producing(Transaction("1"), ProducerPolicy(), senses=Senses())
-    assert next(produced).step == "produce"
 
 
 def _claims(broker: Broker) -> dict[Any, str]:

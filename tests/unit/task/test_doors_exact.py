@@ -441,10 +441,6 @@ class Looking(Onlooker):
     def __init__(self) -> None:
         self.told: list[Any] = []
 
-    def begin(self, transaction: Transaction, delivery: Any) -> Any:
-        self.told.append((transaction, delivery))
-        return self
-
     def step(self, step: Any) -> None:
         self.told.append(step.name)
 
@@ -455,14 +451,16 @@ class Looking(Onlooker):
 
 
 ALONE = [
-    (lambda **more: Work(Line())._start_processing(TX, ConsumerPolicy(), **more), "process"),
-    (lambda **more: Making()._start_producing(TX, ProducerPolicy(), **more), "produce"),
+    (Work(Line())._start_processing, Work(Line())._process_course(ConsumerPolicy(), Senses()), "process"),
+    (Making()._start_producing, Making()._produce_course(ProducerPolicy(), Senses()), "produce"),
 ]
 
 
-@pytest.mark.parametrize("start, step", ALONE)
-def test_one_transaction_can_be_taken_through_its_lifecycle_outside_any_loop(start: Any, step: str) -> None:
-    script = start(senses=Senses())
+@pytest.mark.parametrize("start, course, step", ALONE)
+def test_one_transaction_can_be_taken_through_its_lifecycle_outside_any_loop(
+    start: Any, course: Any, step: str
+) -> None:
+    script = start(course, TX)
     call = next(script)
     assert isinstance(call, Call)
     assert (call.step, call.args) == (step, (TX,))
@@ -471,15 +469,15 @@ def test_one_transaction_can_be_taken_through_its_lifecycle_outside_any_loop(sta
     assert stop.value.value.result == "made"
 
 
-@pytest.mark.parametrize("start, step", ALONE)
-def test_it_is_recorded_where_somebody_looks_on(start: Any, step: str) -> None:
+@pytest.mark.parametrize("start, course, step", ALONE)
+def test_it_is_recorded_where_somebody_looks_on(start: Any, course: Any, step: str) -> None:
     watch = Looking()
-    script = start(senses=Senses(), watch=watch)
+    script = start(course, TX, watch)
     next(script)
     assert script.send(Ok("made")).step == "success"
     with pytest.raises(StopIteration) as stop:
         script.send(Ok(None))
-    assert watch.told == [(TX, None), step, "success", stop.value.value]
+    assert watch.told == [step, "success", stop.value.value]
 
 
 def consumed(task: Any, **more: Any) -> Any:

@@ -213,7 +213,7 @@ def test_a_limit_of_nothing_starts_nothing() -> None:
 
 
 def test_what_runs_is_given_the_time_of_a_drain_when_the_calls_time_is_over() -> None:
-    call = Call("abc", **slots(2, timeout=10.0))
+    call = Call("abc", **slots(2, timeout=10.0, timeout_drain=30.0))
     assert call.waits == (1, 110.0)
     call.hears(at=109.0)
     assert call.waits == (1, 110.0)
@@ -232,7 +232,7 @@ def test_what_runs_is_given_the_time_of_a_drain_when_the_calls_time_is_over() ->
 
 
 def test_the_calls_time_bounds_the_wait_for_the_last_ones_too() -> None:
-    call = Call("ab", limit=1, timeout=10.0)
+    call = Call("ab", limit=1, timeout=10.0, timeout_drain=30.0)
     assert call.waits == (1, 110.0)
     call.hears(at=110.0)
     assert call.waits == (1, 140.0)
@@ -293,16 +293,27 @@ def test_a_drain_ends_when_its_time_is_over() -> None:
     assert call.interrupted == call.slots
 
 
-def test_a_drain_for_a_stop_does_not_hear_of_the_calls_time() -> None:
+@pytest.mark.spec("DX-19")
+def test_the_calls_time_bounds_the_drain_of_a_stop_too() -> None:
     call = Call("a", timeout=10.0).on(Stopped(), at=105.0)
-    assert call.waits == (1, 135.0)
-    call.hears(at=112.0)
-    assert (call.waits, call.interrupted) == ((1, 135.0), [])
+    assert call.waits == (1, 110.0)
+    call.hears(at=110.0)
+    assert call.interrupted == call.slots
     assert call.done(0).report.end is End.STOP
+    longer = Call("a", timeout=10.0, timeout_drain=60.0).on(Stopped(), at=105.0)
+    assert longer.waits == (1, 135.0)
+    longer.hears(at=112.0)
+    assert (longer.waits, longer.interrupted) == ((1, 135.0), [])
+
+
+@pytest.mark.spec("DX-19")
+def test_by_default_nothing_is_waited_for_once_the_calls_time_is_over() -> None:
+    call = Call("ab", **slots(1, timeout=10.0)).hears(at=110.0)
+    assert (call.interrupted, call.waits) == (call.slots, (1, NEVER))
 
 
 def test_the_first_stop_in_a_drain_for_another_reason_changes_nothing() -> None:
-    call = Call("a", timeout=10.0).hears(at=110.0).on(Stopped())
+    call = Call("a", timeout=10.0, timeout_drain=30.0).hears(at=110.0).on(Stopped())
     assert (call.waits, call.interrupted) == ((1, 140.0), [])
     call.hears(at=111.0).on(Stopped())
     assert call.interrupted == call.slots

@@ -130,7 +130,7 @@ def test_what_the_loop_raises_is_raised():
     task = Sync(simulation, 100.0)
     task.connector.dispatch(given(1))
     with pytest.raises(LoopTimeout):
-        simulation.consume(task, policy_of(1000.0, timeout=5.0, drain_timeout=1.0))
+        simulation.consume(task, policy_of(1000.0, timeout=5.0))
 
 
 def test_a_script_that_waits_for_nothing_is_a_deadlock():
@@ -238,7 +238,7 @@ class Hanging(MemoryConnector):
 
 
 @pytest.mark.spec("CON-36")
-@pytest.mark.parametrize("loop", [{"drain_timeout": 0.5}, {"drain_timeout": 0.5, "timeout": 1.0}])
+@pytest.mark.parametrize("loop", [{"drain_timeout": 0.5}, {"timeout_drain": 0.5, "timeout": 1.0}])
 def test_a_broker_that_hangs_does_not_hold_up_the_end_of_a_loop(loop):
     simulation = Simulation()
     task = Sync(simulation, 0.0)

@@ -20,12 +20,11 @@ from ergon_framework.task.defaults import choose_gates, choose_policy
 from ergon_framework.task.exceptions import TransactionException
 from ergon_framework.task.functions import refuse_async
 from ergon_framework.task.gates import Gate
-from ergon_framework.task.lifecycle import Course, classify, classify_handler, expired, lifecycle
+from ergon_framework.task.lifecycle import Course, Watch, classify, classify_handler, expired, lifecycle
 from ergon_framework.task.loops import loops_of
 from ergon_framework.task.mixins.policies import ConsumerPolicy
 from ergon_framework.task.observe import observing, safely
 from ergon_framework.task.report import Outcome, Report
-from ergon_framework.task.watch import Onlooker
 from ergon_framework.task.worst import refuse_too_long
 from ergon_framework.transaction import Transaction
 
@@ -47,11 +46,10 @@ class _Consumer:
         return loops_of(self).live
 
     def _start_processing(
-        self, transaction: Transaction, policy: ConsumerPolicy, *, senses: Senses, watch: Onlooker | None = None
+        self, course: Course, transaction: Transaction, watch: Watch | None = None
     ) -> Script[Outcome]:
-        """The lifecycle of one transaction, outside any loop."""
-        seen = None if watch is None else watch.begin(transaction, None)
-        return lifecycle(self._process_course(policy, senses), transaction, seen)
+        """Start the lifecycle of one transaction; the loop calls this in the slot of the transaction."""
+        return lifecycle(course, transaction, watch)
 
     def _consume_transactions(
         self,
@@ -71,6 +69,7 @@ class _Consumer:
             name=name,
             mailbox=driver.mailbox,
             fenced=driver.came_late,
+            start=self._start_processing,
             gates=choose_gates(self, gates),
             watch=observing(self, policy, fenced=driver.came_late),
             on_outcome=None if on_outcome is None else safely(on_outcome),

@@ -173,7 +173,12 @@ class ConsumerLoopPolicy(Policy):
     empty_queue: EmptyQueuePolicy = Field(
         default=EmptyQueuePolicy(), description="How a streaming loop waits for work."
     )
-    timeout: TimeLimit = Field(default=None, description="Seconds the whole loop may take; null means no limit.")
+    timeout: TimeLimit = Field(
+        default=None, description="Seconds the whole loop may take, timeout_drain aside; null means no limit."
+    )
+    timeout_drain: Seconds = Field(
+        default=0.0, description="Seconds running work is given to end after the loop's timeout."
+    )
     transaction_timeout: TimeLimit = Field(
         default=None,
         description="Seconds process and success of one transaction may take, waits included; null: no limit.",
@@ -181,9 +186,7 @@ class ConsumerLoopPolicy(Policy):
     limit: Annotated[int, Field(ge=0)] | None = Field(
         default=None, description="Transactions to start in all; null means no limit."
     )
-    drain_timeout: Seconds = Field(
-        default=30.0, description="Seconds running work is given to end when the loop stops."
-    )
+    drain_timeout: Seconds = Field(default=30.0, description="Seconds running work is given to end after a stop.")
     identity_delay: Seconds = Field(
         default=1.0, description="Seconds after which a delivery comes again whose transaction is already running here."
     )
@@ -224,7 +227,12 @@ class ProducerLoopPolicy(Policy):
         default=ConcurrencyPolicy(), description="How many transactions run at once."
     )
     batch: BatchPolicy = Field(default=BatchPolicy(), description="How many transactions make one batch.")
-    timeout: TimeLimit = Field(default=None, description="Seconds the whole call may take; null means no limit.")
+    timeout: TimeLimit = Field(
+        default=None, description="Seconds the whole call may take, timeout_drain aside; null means no limit."
+    )
+    timeout_drain: Seconds = Field(
+        default=0.0, description="Seconds running work is given to end after the call's timeout."
+    )
     transaction_timeout: TimeLimit = Field(
         default=None,
         description="Seconds produce and success of one transaction may take, waits included; null: no limit.",
@@ -232,9 +240,7 @@ class ProducerLoopPolicy(Policy):
     limit: Annotated[int, Field(ge=0)] | None = Field(
         default=None, description="Transactions to start in all; null means no limit."
     )
-    drain_timeout: Seconds = Field(
-        default=30.0, description="Seconds running work is given to end after the call's timeout."
-    )
+    drain_timeout: Seconds = Field(default=30.0, description="Seconds running work is given to end after a stop.")
 
 
 class ProducerSteps(Policy):

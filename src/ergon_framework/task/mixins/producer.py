@@ -17,13 +17,12 @@ from ergon_framework.engine.slots import Slots
 from ergon_framework.task.defaults import choose_policy
 from ergon_framework.task.exceptions import TransactionException
 from ergon_framework.task.functions import refuse_async
-from ergon_framework.task.lifecycle import Course, classify, classify_handler, expired, lifecycle
+from ergon_framework.task.lifecycle import Course, Watch, classify, classify_handler, expired, lifecycle
 from ergon_framework.task.loops import loops_of
 from ergon_framework.task.mixins.policies import ProducerPolicy
 from ergon_framework.task.observe import observing_produce
 from ergon_framework.task.produce import Production
 from ergon_framework.task.report import Outcome, ProduceReport
-from ergon_framework.task.watch import Onlooker
 from ergon_framework.transaction import Transaction
 
 
@@ -41,12 +40,9 @@ class _Producer:
         """False when a call of this task can start nothing more because abandoned bodies hold its slots."""
         return loops_of(self).live
 
-    def _start_producing(
-        self, transaction: Transaction, policy: ProducerPolicy, *, senses: Senses, watch: Onlooker | None = None
-    ) -> Script[Outcome]:
-        """The lifecycle of one transaction, outside any list."""
-        seen = None if watch is None else watch.begin(transaction, None)
-        return lifecycle(self._produce_course(policy, senses), transaction, seen)
+    def _start_producing(self, course: Course, transaction: Transaction, watch: Watch | None = None) -> Script[Outcome]:
+        """Start the lifecycle of one transaction; the call does this in the slot of the transaction."""
+        return lifecycle(course, transaction, watch)
 
     def _produce_transactions(
         self, transactions: Sequence[Transaction], policy: ProducerPolicy, driver: Slots
@@ -58,6 +54,7 @@ class _Producer:
             policy,
             mailbox=driver.mailbox,
             fenced=driver.came_late,
+            start=self._start_producing,
             watch=observing_produce(self, policy, fenced=driver.came_late),
         )
 
