@@ -97,10 +97,14 @@ def run(
     probe_file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write into this file, again and again, how it is.")
     ] = None,
+    source: Annotated[
+        str | None,
+        typer.Option("--input", metavar="FILE", help="JSON lines for a producer. Default: standard input."),
+    ] = None,
     log_level: Annotated[LogLevel | None, typer.Option(help="The least that is logged. Default: warning.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the report as one line of JSON at the end.")] = False,
 ) -> None:
-    """Run a task until its queue is empty, its limit is reached, or a signal comes.
+    """Run a task until its queue or input is empty, its limit is reached, or a signal comes.
 
     SIGTERM and Ctrl-C let running work finish, up to the policy's loop.drain_timeout; a second one ends at once.
 
@@ -118,6 +122,7 @@ def run(
         processes=processes,
         probe_port=probe_port,
         probe_file=_text(probe_file),
+        input=source,
     )
     raise typer.Exit(run_task(options, as_json=json))
 

@@ -13,7 +13,7 @@ from typing import Any
 import typer
 
 from ergon_framework.cli import policy_view as view
-from ergon_framework.cli.run import Options, load
+from ergon_framework.cli.run import Options, load_consumer
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.policy import Policy
 from ergon_framework.providers.base import Provider
@@ -72,7 +72,7 @@ def explain(name: str, *, policy: Path | None, config: Path | None, as_json: boo
     try:
         search_here()
         options = Options(task=name, policy=_text(policy), config=_text(config))
-        task, rules = load(options, options.settings())
+        task, rules = load_consumer(options, options.settings())
     except ConfigurationError as error:
         typer.echo(f"ergon: {error}", err=True)
         return PolicyExit.USAGE

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 from signal import Signals
-from typing import Any
+from typing import Any, TypeVar
 
 import typer
 
@@ -25,23 +25,26 @@ from ergon_framework.runner.health import STARTING, Health
 from ergon_framework.runner.journalling import check as check_journal
 from ergon_framework.runner.journalling import journalled
 from ergon_framework.runner.leaving import flush, guard, leave
-from ergon_framework.runner.loading import load_policy, load_task
+from ergon_framework.runner.loading import consumes, load_policy, load_runnable, load_task, produces
 from ergon_framework.runner.measuring import looks
 from ergon_framework.runner.pausing import pausable
 from ergon_framework.runner.probes import probed
 from ergon_framework.runner.process import Ended, Process, Runnable
+from ergon_framework.runner.producing import STDIN, feed
 from ergon_framework.runner.provider_state import close_provider_state, open_provider_state
 from ergon_framework.runner.settings import Settings, settings
 from ergon_framework.runner.stages import Stage
 from ergon_framework.runner.supervisor import Supervisor
 from ergon_framework.task.defaults import choose_policy
-from ergon_framework.task.mixins.policies import ConsumerPolicy
+from ergon_framework.task.mixins.policies import ConsumerPolicy, ProducerPolicy
 from ergon_framework.telemetry import logs
 from ergon_framework.telemetry.names import LIBRARY, Event, Field
 from ergon_framework.telemetry.options import without_tracebacks
 from ergon_framework.telemetry.sums import Sums
 
 log = logging.getLogger(f"{LIBRARY}.runner")
+
+P = TypeVar("P", ConsumerPolicy, ProducerPolicy)
 
 
 class LogLevel(StrEnum):
@@ -66,6 +69,7 @@ class Options:
     processes: int | None = None
     probe_port: int | None = None
     probe_file: str | None = None
+    input: str | None = None
 
     def settings(self) -> Settings:
         """What file and environment say, and over it what the command line says."""
@@ -99,24 +103,56 @@ def prepare(options: Options, found: Settings) -> None:
     sys.path.insert(0, str(Path.cwd()))
 
 
-def load(options: Options, found: Settings) -> tuple[Runnable, ConsumerPolicy]:
+def load(options: Options, found: Settings) -> tuple[Runnable, ConsumerPolicy | ProducerPolicy]:
     """The task, and the policy that it is to obey."""
     check_journal(found)
+    task = load_runnable(options.task)
+    if options.input is not None or not consumes(task):
+        _prepare_task(task, found)
+        return _fed(task, options, found)
+    return load_consumer(options, found)
+
+
+def load_consumer(options: Options, found: Settings) -> tuple[Runnable, ConsumerPolicy]:
+    """The consumer, and the policy that it is to obey."""
+    check_journal(found)
     task = load_task(options.task)
+    _prepare_task(task, found)
+    rules = _rules(task, ConsumerPolicy, options, found)
+    if options.streaming is not None:
+        loop = rules.loop.model_copy(update={"streaming": options.streaming})
+        rules = rules.model_copy(update={"loop": loop})
+    return task, rules
+
+
+def _prepare_task(task: Runnable, found: Settings) -> None:
     if not found.telemetry.tracebacks:
         without_tracebacks(task)
     if isinstance(task.connector, queues.NamedQueue):
         # A queue that nobody can find is a mistake of the settings, told before anything has begun.
         _ = task.connector.connector
+
+
+def _fed(task: Runnable, options: Options, found: Settings) -> tuple[Runnable, ProducerPolicy]:
+    """The producer with its input, which is one stream and so belongs to one process."""
+    if not produces(task):
+        raise ConfigurationError(f"{options.task!r} only consumes, from its queue; --input is for producers")
+    if options.streaming is not None:
+        raise ConfigurationError("--streaming and --once are for consumers; a producer ends with its input")
+    if found.run.processes > 1:
+        raise ConfigurationError("a producer runs in one process, which reads the input; leave --processes out")
+    rules = _rules(task, ProducerPolicy, options, found)
+    return feed(task, options.input or STDIN), rules
+
+
+def _rules(task: Runnable, kind: type[P], options: Options, found: Settings) -> P:
     if options.policy is None:
-        own = choose_policy(task, None, ConsumerPolicy)
-        policy = found.policy(task.name, own)
+        policy = found.policy(task.name, choose_policy(task, None, kind))
     else:
-        policy = load_policy(Path(options.policy))
-    changes: dict[str, Any] = {"streaming": options.streaming, "limit": options.limit}
-    given = {key: value for key, value in changes.items() if value is not None}
-    rules = policy.model_copy(update={"loop": policy.loop.model_copy(update=given)}) if given else policy
-    return task, rules
+        policy = load_policy(Path(options.policy), kind)
+    if options.limit is None:
+        return policy
+    return policy.model_copy(update={"loop": policy.loop.model_copy(update={"limit": options.limit})})
 
 
 def look(task: Runnable, found: Settings, *, number: int | None = None) -> float | None:
@@ -181,7 +217,7 @@ def _run_one(options: Options, found: Settings, as_json: bool) -> int:  # noqa: 
     return leave(ended)
 
 
-def _telling(policy: ConsumerPolicy) -> Callable[[Signals, int], None]:
+def _telling(policy: ConsumerPolicy | ProducerPolicy) -> Callable[[Signals, int], None]:
     return lambda signal, times: _heard(signal, times, policy.loop.drain_timeout)
 
 

@@ -23,6 +23,7 @@ LONGEST = 500
 
 WHY = {
     End.EMPTY: "the queue was empty",
+    End.DONE: "the input was read to its end",
     End.LIMIT: "the limit was reached",
     End.STOP: "stopped by a signal",
     End.TIMEOUT: "the loop's time was over",

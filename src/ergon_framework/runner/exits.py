@@ -25,10 +25,10 @@ class ExitCode(IntEnum):
 
 
 class Exit(ExitCode):
-    """Every exit code of ``ergon run`` with what it means; a failed transaction is an outcome and changes none."""
+    """Every exit code of ``ergon run`` with what it means; a consumer's failed transaction changes none."""
 
-    OK = 0, "ended well: the queue was empty, the limit was reached, or a signal came and everything was settled"
-    FAILED = 1, "the loop or the task's lifespan failed; the message says why"
+    OK = 0, "ended well: the queue or the input was empty, the limit was reached, or a signal came and all was settled"
+    FAILED = 1, "the loop, the lifespan or transactions of a producer failed, or its input was not sent to its end"
     USAGE = 2, "the command line, the policy file or the task is wrong; nothing was fetched"
     TIMEOUT = 3, "the loop's own time, `loop.timeout`, was over"
     LEFT_BEHIND = (

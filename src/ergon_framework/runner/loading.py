@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from ergon_framework.connectors.base import AsyncConnector, Connector
 from ergon_framework.errors import ConfigurationError
@@ -24,7 +24,10 @@ from ergon_framework.runner.queues import queue
 from ergon_framework.runner.settings import UnknownQueue
 from ergon_framework.task.base import AsyncTask, Task
 from ergon_framework.task.mixins.consumer import AsyncConsumerMixin, ConsumerMixin
-from ergon_framework.task.mixins.policies import ConsumerPolicy
+from ergon_framework.task.mixins.policies import ConsumerPolicy, ProducerPolicy
+from ergon_framework.task.mixins.producer import AsyncProducerMixin, ProducerMixin
+
+P = TypeVar("P", ConsumerPolicy, ProducerPolicy)
 
 #: What has a connector, or is one.
 _CONNECTED = (Connector, AsyncConnector, Task, AsyncTask)
@@ -46,6 +49,22 @@ def search_here() -> None:
 def load_task(name: str) -> Runnable:
     """The consumer that *name*, written ``module:task``, stands for."""
     return _checked(_found(name, "task", wanted=_runnable), name=name)
+
+
+def load_runnable(name: str) -> Runnable:
+    """The consumer or producer that *name*, written ``module:task``, stands for."""
+    found = _found(name, "task", wanted=lambda value: _runnable(value) or produces(value))
+    return found if produces(found) else _checked(found, name=name)
+
+
+def produces(value: object) -> bool:
+    """Whether *value* is a task that produces."""
+    return isinstance(value, Task | AsyncTask) and isinstance(value, ProducerMixin | AsyncProducerMixin)
+
+
+def consumes(value: object) -> bool:
+    """Whether *value* is a task that consumes."""
+    return _runnable(value)
 
 
 def load_connector(name: str) -> Connector | AsyncConnector:
@@ -119,8 +138,8 @@ def _found(name: str, kind: str, *, wanted: Callable[[object], bool]) -> Any:
         raise ConfigurationError(f"{module_name!r} has no {attribute!r}; {near}") from None
 
 
-def load_policy(path: Path) -> ConsumerPolicy:
-    """The policy in a TOML or JSON file; an unknown key is an error that names the nearest known one."""
+def load_policy(path: Path, kind: type[P]) -> P:
+    """The policy of *kind* in a TOML or JSON file; an unknown key is an error that names the nearest known one."""
     read = _READERS.get(path.suffix)
     if read is None:
         raise ConfigurationError(f"{path} is no policy file; its name must end in {' or '.join(_READERS)}")
@@ -133,7 +152,7 @@ def load_policy(path: Path) -> ConsumerPolicy:
     if not isinstance(settings, dict):
         raise ConfigurationError(f"the policy file {path} must hold a table, not a {type(settings).__name__}")
     try:
-        return ConsumerPolicy.load(settings)
+        return kind.load(settings)
     except ConfigurationError as error:
         raise ConfigurationError(f"{path}: {error}") from error
 
@@ -184,7 +203,7 @@ def _checked(found: Any, *, name: str) -> Runnable:
     if isinstance(found, type):
         hint = f"a class; make an instance of it: {found.__name__.lower()} = {found.__name__}(connector)"
     elif isinstance(found, Task | AsyncTask):
-        hint = "a task that only produces; ergon run is for consumers, call produce_transactions in your program"
+        hint = "a task that only produces; name a consumer"
     elif callable(found):
         hint = "a plain function; decorate it with @consumer(connector)"
     else:

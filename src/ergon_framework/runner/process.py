@@ -33,7 +33,7 @@ from ergon_framework.runner.watchdog import Watchdog
 from ergon_framework.task.base import AsyncTask, Task
 from ergon_framework.task.gates import Gate
 from ergon_framework.task.loops import loops_of
-from ergon_framework.task.mixins.policies import ConsumerPolicy
+from ergon_framework.task.mixins.policies import ConsumerPolicy, ProducerPolicy
 from ergon_framework.task.report import Outcome, Report
 from ergon_framework.telemetry import names
 from ergon_framework.telemetry.metrics import Bound, Counts, Numbers, registry_of
@@ -94,7 +94,7 @@ class Process:
     def __init__(
         self,
         task: Runnable,
-        policy: ConsumerPolicy,
+        policy: ConsumerPolicy | ProducerPolicy,
         *,
         on_signal: Callable[[Signals, int], None] | None = None,
         on_stage: Callable[[Stage], None] | None = None,

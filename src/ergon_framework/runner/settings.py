@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import Field, ValidationError, field_validator
 
@@ -19,7 +19,9 @@ from ergon_framework.errors import ConfigurationError
 from ergon_framework.policy import Count, Policy, Seconds
 from ergon_framework.providers.api_settings import ApiSettings
 from ergon_framework.runner import sources
-from ergon_framework.task.mixins.policies import ConsumerPolicy, TimeLimit
+from ergon_framework.task.mixins.policies import ConsumerPolicy, ConsumerSteps, ProducePolicy, ProducerPolicy, TimeLimit
+
+P = TypeVar("P", ConsumerPolicy, ProducerPolicy)
 
 #: More processes than this on one machine is a slip of the hand.
 PROCESSES = 1024
@@ -177,7 +179,7 @@ class Settings(Policy):
     redis: BrokerSettings = Field(default=BrokerSettings(), description="The Redis server.")
     api: ApiSettings = Field(default=ApiSettings(), description="Whose tokens the health API of providers takes.")
 
-    def policy(self, task: str, own: ConsumerPolicy) -> ConsumerPolicy:
+    def policy(self, task: str, own: P) -> P:
         """*own*, with what is said about the task called *task*."""
         # The environment knows no capitals, so neither does a name.
         changes = [given.policy for name, given in self.tasks.items() if name.casefold() == task.casefold()]
@@ -185,7 +187,7 @@ class Settings(Policy):
         for change in changes:
             merged = sources.merged(merged, change)
         try:
-            policy = ConsumerPolicy.load(merged) if changes else own
+            policy = type(own).load(merged) if changes else own
         except ConfigurationError as error:
             raise ConfigurationError(f"the settings of the task {task!r}: {error}") from error
         if self.run.drain_timeout is None:
@@ -238,7 +240,19 @@ def database(path: Path | None = None) -> str:
     return dsn
 
 
+class _TaskSteps(ConsumerSteps):
+    """The steps of consumers and producers."""
+
+    produce: ProducePolicy = ProducePolicy()
+
+
+class _TaskPolicy(ConsumerPolicy):
+    """The keys of consumers and producers; the policy of the task refuses those of the other kind."""
+
+    steps: _TaskSteps = _TaskSteps()
+
+
 #: What stands behind a key that its own type does not tell.
 SHAPES: Mapping[tuple[type[Policy], str], type[Policy]] = {
-    (TaskSettings, "policy"): ConsumerPolicy,
+    (TaskSettings, "policy"): _TaskPolicy,
 }

@@ -28,6 +28,9 @@ _STEPS = {
     "process_transaction": "process",
     "handle_transaction_success": "success",
     "handle_transaction_exception": "exception",
+    "produce_transaction": "produce",
+    "handle_produce_success": "success",
+    "handle_produce_exception": "exception",
 }
 
 
@@ -125,7 +128,9 @@ def _codes(task: Any) -> dict[CodeType, str]:
     """The code of the task's own methods, by which they are known again in a stack."""
     found = {}
     for method, step in _STEPS.items():
-        code = getattr(inspect.unwrap(getattr(type(task), method)), "__code__", None)
+        # A producer that reads an input runs inside a task of its own.
+        written = getattr(type(getattr(task, "producer", task)), method, None)
+        code = None if written is None else getattr(inspect.unwrap(written), "__code__", None)
         if code is not None:
             found[code] = step
     return found

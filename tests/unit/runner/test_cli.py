@@ -107,7 +107,7 @@ def test_the_command_is_the_app(monkeypatch, capsys):
 
 def test_the_help_has_the_whole_sentence_of_each_command():
     said = " ".join(CliRunner().invoke(app, ["--help"]).stdout.split())
-    assert "run Run a task until its queue is empty, its limit is reached, or a signal comes." in said
+    assert "run Run a task until its queue or input is empty, its limit is reached, or a signal comes." in said
     assert "..." not in said.partition("Commands:")[2]
 
 

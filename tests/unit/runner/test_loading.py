@@ -6,6 +6,7 @@ import pytest
 
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.runner.loading import load_policy, load_task
+from ergon_framework.task.mixins.policies import ConsumerPolicy
 
 APP = """
 from ergon_framework import ConsumerMixin, MemoryConnector, Task, consumer, producer
@@ -78,7 +79,7 @@ def test_what_is_no_task_is_refused_with_the_way_out(folder, name, said):
 )
 def test_a_policy_is_read_from_either_format_and_keeps_the_other_defaults(tmp_path, name, content):
     (tmp_path / name).write_text(content, encoding="utf-8")
-    policy = load_policy(tmp_path / name)
+    policy = load_policy(tmp_path / name, ConsumerPolicy)
     assert (policy.loop.streaming, policy.loop.drain_timeout) == (True, 30.0)
 
 
@@ -98,6 +99,6 @@ def test_a_policy_file_that_is_wrong_says_where(tmp_path, name, content, said):
     if content is not None:
         (tmp_path / name).write_text(content, encoding="utf-8")
     with pytest.raises(ConfigurationError) as caught:
-        load_policy(tmp_path / name)
+        load_policy(tmp_path / name, ConsumerPolicy)
     assert name in str(caught.value)
     assert said in str(caught.value)

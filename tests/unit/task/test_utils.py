@@ -25,7 +25,7 @@ def _value():
     variable.reset(token)
 
 
-@pytest.mark.spec("CON-18", "PRO-21")
+@pytest.mark.spec("CON-18", "DX-16")
 def test_with_context_takes_this_moments_context_to_another_thread() -> None:
     seen: list[str] = []
 
@@ -44,7 +44,7 @@ def test_with_context_takes_this_moments_context_to_another_thread() -> None:
     assert with_context(variable.get, other)() == "unset"
 
 
-@pytest.mark.spec("CON-18", "PRO-21")
+@pytest.mark.spec("CON-18", "DX-16")
 def test_with_context_async_takes_it_to_another_task() -> None:
     async def note() -> str:
         await asyncio.sleep(0)

@@ -1,0 +1,377 @@
+"""Producing: a producer that ``ergon run`` feeds with JSON lines, as a task that a process can run.
+
+A daemon thread reads the input, because a read may block for as long as the writer likes. The task produces
+one chunk after the other, so that an input of any length needs the memory of a few chunks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from functools import partial
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Semaphore, Thread
+from typing import Any, BinaryIO, Final, NamedTuple, TypeAlias, TypeVar
+
+from ergon_framework.errors import ConfigurationError, ErgonError
+from ergon_framework.task.base import AsyncTask, Task
+from ergon_framework.task.exceptions import LoopStalled, LoopTimeout
+from ergon_framework.task.gates import Gate, ask
+from ergon_framework.task.loops import loops_of, share_loops
+from ergon_framework.task.mixins.policies import ProducerPolicy
+from ergon_framework.task.report import End, Kind, ProduceReport, Report
+from ergon_framework.transaction import Transaction
+
+#: Standard input, as a file name.
+STDIN: Final = "-"
+#: Transactions of one produce call, and bytes after which a call takes no further line.
+MAX_CHUNK: Final = 1_000
+MAX_CHUNK_BYTES: Final = 8 * 1024 * 1024
+MAX_LINE_BYTES: Final = 4 * 1024 * 1024
+#: How many chunks are read ahead of the one that is produced.
+READ_AHEAD: Final = 2
+_ENVELOPE: Final = frozenset(
+    ("id", "payload", "source", "type", "schema_version", "key", "tenant", "correlation", "causation", "expires_at")
+)
+
+T = TypeVar("T")
+_Course: TypeAlias = Generator[Callable[[], Any], Any, T]
+
+
+class InputError(ConfigurationError):
+    """A line of the input is no transaction."""
+
+
+class ProduceIncomplete(ErgonError):
+    """Transactions failed, or part of the input was not sent; ``report`` has the counts."""
+
+    code = "produce_incomplete"
+
+    def __init__(self, message: str, report: Report) -> None:
+        super().__init__(message)
+        self.report = report
+
+
+class Chunk(NamedTuple):
+    """Transactions of consecutive lines, and the number of the last line."""
+
+    transactions: list[Transaction]
+    last: int
+
+
+# -- reading --------------------------------------------------------------------------------------
+
+
+def parse_line(line: bytes, number: int, *, task: str) -> Transaction:
+    """Build the transaction of one line.
+
+    An object with the keys ``id`` and ``payload`` is an envelope; any other JSON value is a payload. The
+    id of a payload is derived from the task, the number of the line and its bytes, so that a second run of
+    the same input sends the same ids.
+    """
+    if len(line) > MAX_LINE_BYTES:
+        raise InputError(f"line {number} of the input is longer than {MAX_LINE_BYTES} bytes; send a reference")
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"line {number} of the input is no JSON: {error}; write one JSON value in each line") from None
+    if not (isinstance(value, Mapping) and {"id", "payload"} <= value.keys()):
+        digest = hashlib.sha256(f"{task}\n{number}\n".encode() + line.strip())
+        return Transaction(digest.hexdigest()[:32], value, created_at=time.time())
+    unknown = sorted(value.keys() - _ENVELOPE)
+    if unknown:
+        raise InputError(
+            f"line {number} of the input is an envelope with the unknown keys {', '.join(unknown)}; known are "
+            f"{', '.join(sorted(_ENVELOPE))}. Put a payload that has an id and a payload of its own into an envelope"
+        )
+    try:
+        return Transaction(created_at=time.time(), **value)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"line {number} of the input is no envelope: {error}") from None
+
+
+def read_chunks(stream: BinaryIO, *, task: str) -> Iterator[Chunk]:
+    """Read *stream* in chunks. The lines before an invalid one are yielded, then InputError is raised."""
+    transactions: list[Transaction] = []
+    number = size = 0
+    while line := stream.readline(MAX_LINE_BYTES + 1):
+        number += 1
+        if not line.strip():
+            continue
+        try:
+            transactions.append(parse_line(line, number, task=task))
+        except InputError:
+            if transactions:
+                yield Chunk(transactions, number - 1)
+            raise
+        size += len(line)
+        if len(transactions) >= MAX_CHUNK or size >= MAX_CHUNK_BYTES:
+            yield Chunk(transactions, number)
+            transactions, size = [], 0
+    if transactions:
+        yield Chunk(transactions, number)
+
+
+class _Reader:
+    """Reads on a thread of its own."""
+
+    def __init__(self, stream: BinaryIO, *, task: str) -> None:
+        self._stream = stream
+        self._task = task
+        self._room = Semaphore(READ_AHEAD)
+        #: Chunks, then None at the end of the input, or the error that ended it.
+        self._items: SimpleQueue[Chunk | Exception | None] = SimpleQueue()
+
+    def start(self) -> None:
+        Thread(target=self._read, name="ergon-input", daemon=True).start()
+
+    def take(self, timeout: float | None) -> Chunk | None:
+        """Wait for the next chunk, or None at the end; raises queue.Empty after *timeout* seconds."""
+        item = self._items.get(timeout=timeout)
+        self._room.release()
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+    def wake(self) -> None:
+        """Have ``take`` return, whatever the input does."""
+        self._items.put(None)
+
+    def _read(self) -> None:
+        try:
+            with self._stream:
+                for chunk in read_chunks(self._stream, task=self._task):
+                    self._room.acquire()
+                    self._items.put(chunk)
+        except Exception as error:  # noqa: BLE001 - the boundary of the thread; take() raises it
+            self._items.put(error)
+        else:
+            self._items.put(None)
+
+
+# -- the task -------------------------------------------------------------------------------------
+
+
+class _Feed:
+    """What both variants share: which chunk comes next, under which policy, and what the report says."""
+
+    #: What probes see of it: it is never stuck by itself, and holds nothing of a queue.
+    live = True
+    trouble: str | None = None
+    in_hand = 0
+
+    _sleep: Callable[[float], Any]
+    _take: Callable[[float | None], Any]
+
+    def _bind(self, producer: Any, source: str) -> None:
+        self.producer = producer
+        self._reader = _Reader(_open(source), task=producer.name)
+        self._stopped = False
+        self._read_all = False
+        #: The last line whose transaction has an outcome.
+        self._last = 0
+        self.report = Report()
+        share_loops(self, producer)
+        if hasattr(producer, "telemetry"):
+            self.telemetry = producer.telemetry
+
+    @property
+    def name(self) -> str:
+        return str(self.producer.name)
+
+    def stop(self) -> None:
+        """Have the present call drain, and read no more; asked again, end at once. Any thread may ask."""
+        self._stopped = True
+        self._reader.wake()
+        self.producer.stop()
+
+    def _course(self, policy: ProducerPolicy, gates: tuple[Gate, ...]) -> _Course[Report]:
+        """Yield one call after the other; the variant makes it and sends what it returned, or throws."""
+        deadline = None if policy.loop.timeout is None else time.monotonic() + policy.loop.timeout
+        self._reader.start()
+        while True:
+            while (pause := ask(gates)) is not None and not self._stopped:
+                yield partial(self._sleep, pause.seconds)
+            rules = self._rules(policy, deadline)
+            if isinstance(rules, End):
+                return self._over(rules, policy)
+            chunk = yield from self._next(deadline)
+            if isinstance(chunk, End):
+                return self._over(chunk, policy)
+            end = yield from self._produce(chunk, rules)
+            if end is not End.DONE:
+                return self._over(end, policy)
+
+    def _rules(self, policy: ProducerPolicy, deadline: float | None) -> ProducerPolicy | End:
+        """The policy of the next call, with what is left of limit and time; or why there is none."""
+        changes: dict[str, Any] = {}
+        if policy.loop.limit is not None:
+            changes["limit"] = policy.loop.limit - self.report.started
+            if changes["limit"] <= 0:
+                return End.LIMIT
+        if deadline is not None:
+            changes["timeout"] = deadline - time.monotonic()
+            if changes["timeout"] <= 0:
+                return End.TIMEOUT
+        return policy.model_copy(update={"loop": policy.loop.model_copy(update=changes)}) if changes else policy
+
+    def _next(self, deadline: float | None) -> _Course[Chunk | End]:
+        """The next chunk, or why there is none."""
+        timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+        try:
+            chunk: Chunk | None = yield partial(self._take, timeout)
+        except Empty:
+            return End.TIMEOUT
+        except InputError as error:
+            self._attach_report(error)
+            raise
+        if self._stopped:
+            return End.STOP
+        self._read_all = chunk is None
+        return End.DONE if chunk is None else chunk
+
+    def _produce(self, chunk: Chunk, rules: ProducerPolicy) -> _Course[End]:
+        try:
+            done: ProduceReport = yield partial(self.producer.produce_transactions, chunk.transactions, rules)
+        except (LoopTimeout, LoopStalled) as error:
+            self._add(chunk, error.report)
+            self.report.end = error.report.end
+            error.report = self.report
+            raise
+        except ConfigurationError as error:
+            wrapped = ConfigurationError(f"lines up to {chunk.last} of the input cannot be produced: {error}")
+            self._attach_report(wrapped)
+            raise wrapped from error
+        self._add(chunk, done)
+        return done.end
+
+    def _add(self, chunk: Chunk, done: ProduceReport) -> None:
+        report = self.report
+        self._last = chunk.last
+        for outcome in done.outcomes:
+            report.add(outcome)
+            report.started += outcome.started
+        report.abandoned += done.abandoned
+        report.fenced += done.fenced
+
+    def _attach_report(self, error: Any) -> None:
+        """Attach what was done so far; before the first transaction that is nothing."""
+        if self.report.finished:
+            error.report = self.report
+
+    def _over(self, end: End, policy: ProducerPolicy) -> Report:
+        """Return the report, or raise the error that says what was not sent."""
+        report = self.report
+        report.end = end
+        rest = "the input was read to its end" if self._read_all else f"lines after {self._last} were not produced"
+        if end is End.TIMEOUT:
+            raise LoopTimeout(f"the run's {policy.loop.timeout} s are over; {rest}", report)
+        failed = report.counts[Kind.FAILED] + report.counts[Kind.HANDLER_FAILED]
+        if failed:
+            raise ProduceIncomplete(f"{failed} of {report.finished} transactions failed; {rest}", report)
+        if end is End.STOP:
+            released = report.counts[Kind.RELEASED]
+            raise ProduceIncomplete(
+                f"the run was stopped: {released} transactions were released, of which {report.released_started} had "
+                f"started; {rest}",
+                report,
+            )
+        return report
+
+
+class InputProducer(_Feed, Task):
+    """Feeds a producer on threads."""
+
+    def __init__(self, producer: Any, source: str) -> None:
+        self._bind(producer, source)
+        super().__init__(producer.connector, gates=producer.gates)
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """The lifespan and the connector of the producer."""
+        with self.producer.opened():
+            yield
+
+    def consume_transactions(self, policy: ProducerPolicy, *, gates: Sequence[Gate] = (), **_: Any) -> Report:
+        """Produce chunk after chunk until the input ends, or until there is another reason to end."""
+        course = self._course(policy, tuple(gates))
+        advance = partial(course.send, None)
+        with loops_of(self).entered(self, _nothing):
+            while True:
+                try:
+                    call = advance()
+                except StopIteration as stop:
+                    report: Report = stop.value
+                    return report
+                try:
+                    advance = partial(course.send, call())
+                except Exception as error:  # noqa: BLE001 - the course raises what it does not handle
+                    advance = partial(course.throw, error)
+
+    def _sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def _take(self, timeout: float | None) -> Chunk | None:
+        return self._reader.take(timeout)
+
+
+class AsyncInputProducer(_Feed, AsyncTask):
+    """Feeds a producer on asyncio; in every other respect the same."""
+
+    def __init__(self, producer: Any, source: str) -> None:
+        self._bind(producer, source)
+        super().__init__(producer.connector, gates=producer.gates)
+
+    @asynccontextmanager
+    async def opened(self) -> AsyncIterator[None]:
+        """The lifespan and the connector of the producer."""
+        async with self.producer.opened():
+            yield
+
+    async def consume_transactions(self, policy: ProducerPolicy, *, gates: Sequence[Gate] = (), **_: Any) -> Report:
+        """Produce as InputProducer does."""
+        course = self._course(policy, tuple(gates))
+        advance = partial(course.send, None)
+        with loops_of(self).entered(self, _nothing):
+            while True:
+                try:
+                    call = advance()
+                except StopIteration as stop:
+                    report: Report = stop.value
+                    return report
+                try:
+                    advance = partial(course.send, await call())
+                except Exception as error:  # noqa: BLE001 - as in the other variant
+                    advance = partial(course.throw, error)
+
+    async def _sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+    async def _take(self, timeout: float | None) -> Chunk | None:
+        return await asyncio.to_thread(self._reader.take, timeout)
+
+
+def feed(producer: Task | AsyncTask, source: str) -> InputProducer | AsyncInputProducer:
+    """Make a task that produces what *source*, a file or ``-`` for standard input, holds."""
+    return AsyncInputProducer(producer, source) if isinstance(producer, AsyncTask) else InputProducer(producer, source)
+
+
+def _open(source: str) -> BinaryIO:
+    if source == STDIN:
+        # Not sys.stdin itself: the interpreter cannot end while a thread reads it.
+        return open(sys.stdin.fileno(), "rb", closefd=False)
+    try:
+        return Path(source).open("rb")
+    except OSError as error:
+        said = f"input {source!r} cannot be read: {error.strerror}; pass a file, or - for standard input"
+        raise ConfigurationError(said) from error
+
+
+def _nothing() -> None:
+    """Stop nothing: the feed has a method of its own for that."""
