@@ -6,8 +6,12 @@ import hashlib
 import os
 import time
 from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import is_dataclass
 from types import MappingProxyType
 from typing import Any, NoReturn, Self
+
+from pydantic import BaseModel
 
 from ergon_framework import scope
 from ergon_framework.failure import Attempt, Deferral
@@ -19,6 +23,8 @@ HISTORY = 10
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
+#: What JSON is made of besides dictionaries and lists.
+_UNCHANGEABLE = frozenset((str, int, float, bool, bytes, type(None)))
 _MOMENTS = frozenset((float, int, type(None)))
 
 
@@ -62,6 +68,42 @@ class _Draft:
     history: tuple[Attempt, ...]
     deferral: Deferral | None
     trace: Mapping[str, str]
+
+
+def _copy_payload(payload: Any) -> Any:
+    if type(payload) in _UNCHANGEABLE:
+        return payload
+    try:
+        return _copy(payload)
+    except Exception:  # noqa: BLE001 - of a user's class, or nested too deep; the handler gets the object itself
+        return payload
+
+
+def _copy(value: Any) -> Any:
+    """A copy of *value*, which is not one of the types that cannot change. The copy module takes ten times as long."""
+    kind = type(value)
+    if kind is dict:
+        copied: Any = value.copy()
+        for key, item in value.items():
+            if type(item) not in _UNCHANGEABLE:
+                copied[key] = _copy(item)
+        return copied
+    if kind is list:
+        copied = value.copy()
+        for index, item in enumerate(value):
+            if type(item) not in _UNCHANGEABLE:
+                copied[index] = _copy(item)
+        return copied
+    return deepcopy(value) if _is_changeable(value) else value
+
+
+def _is_changeable(value: Any) -> bool:
+    if isinstance(value, BaseModel):
+        return not value.model_config.get("frozen", False)
+    if is_dataclass(value):
+        parameters: Any = getattr(value, "__dataclass_params__", None)
+        return not parameters.frozen
+    return type(value) is tuple or isinstance(value, dict | list | set | bytearray)
 
 
 class Transaction(_Draft):
@@ -160,6 +202,34 @@ class Transaction(_Draft):
     def reset(self) -> Self:
         """Return a copy with nothing counted against it: no attempts, no history, no deferrals."""
         return self.replace(attempts=0, history=(), deferral=None)
+
+    def isolate(self) -> Self:
+        """Return this transaction for one attempt: what the attempt does to its payload does not reach this one.
+
+        Dictionaries, lists, sets, dataclasses and models are copied, at every depth. An object of any
+        other type is shared, and so is one whose copy fails; a payload that cannot change costs nothing.
+        """
+        payload = _copy_payload(self.payload)
+        if payload is self.payload:
+            return self
+        draft = _Draft()
+        draft.id = self.id
+        draft.payload = payload
+        draft.source = self.source
+        draft.type = self.type
+        draft.schema_version = self.schema_version
+        draft.key = self.key
+        draft.tenant = self.tenant
+        draft.correlation = self.correlation
+        draft.causation = self.causation
+        draft.created_at = self.created_at
+        draft.expires_at = self.expires_at
+        draft.attempts = self.attempts
+        draft.history = self.history
+        draft.deferral = self.deferral
+        draft.trace = self.trace
+        draft.__class__ = self.__class__
+        return draft  # type: ignore[return-value]
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
         raise AttributeError(f"a transaction is frozen; use replace({name}=...) for a changed copy")

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import inspect
+from copy import deepcopy
 from itertools import pairwise
 
 import pytest
 
+from ergon_framework.connectors.base import Later
 from ergon_framework.errors import Category, ErgonError
 from ergon_framework.task.exceptions import BusinessError, TransactionException
 from ergon_framework.task.mixins.consumer import AsyncConsumerMixin, ConsumerMixin
 from ergon_framework.task.report import Kind
+from ergon_framework.transaction import Transaction
 from tests.twins.world import Pulse, fails, gives, policy
 
 BUSINESS, SYSTEM, TIMEOUT = Category.BUSINESS, Category.SYSTEM, Category.TIMEOUT
@@ -291,3 +294,40 @@ def test_every_retry_waits_as_the_backoff_says(build, cap, expected):
         assert least <= wait < least + 0.05 + pulse.late
     history = world.queue.dead_letters[0].failure.history
     assert [attempt.delay for attempt in history[:-1]] == pytest.approx(expected)
+
+
+@pytest.mark.spec("DX-10")
+def test_a_changed_payload_reaches_no_other_attempt_no_handler_and_no_dead_letter(build):
+    seen = []
+
+    def body(call):
+        seen.append((call.step, deepcopy(call.transaction.payload)))
+        call.transaction.payload["lines"].clear()
+        del call.transaction.payload["card"]
+        raise OSError("bank down")
+
+    def told(call):
+        seen.append((call.step, deepcopy(call.transaction.payload)))
+        call.transaction.payload.clear()
+
+    order = {"card": "4711", "lines": [1, 2]}
+    world = build(process=body, exception=told).offer(Transaction("a", order, source="queue"))
+    world.run(policy(process={"max_attempts": 3}))
+    assert seen == [(step, order) for step in ("process", "process", "process", "exception")]
+    assert str(world.outcome().error) == "OSError: bank down"
+    (dead,) = world.queue.dead_letters
+    assert dead.payload == order == {"card": "4711", "lines": [1, 2]}
+
+
+@pytest.mark.spec("DX-10")
+def test_a_changed_payload_is_not_changed_for_the_success_handler_or_after_a_deferral(build):
+    seen = []
+
+    def body(call):
+        seen.append((call.step, deepcopy(call.transaction.payload)))
+        call.transaction.payload["lines"].append(3)
+        return Later(0.01) if len(seen) == 1 else None
+
+    world = build(process=body, success=body).offer(Transaction("a", {"lines": [1]}, source="queue"))
+    world.start(policy(streaming=True)).until(lambda: len(seen) == 4).stop().finish()
+    assert [payload for _, payload in seen] == [{"lines": [1]}] * 4

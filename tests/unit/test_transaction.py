@@ -8,14 +8,18 @@ import doctest
 import pickle
 import subprocess
 import sys
+from collections import OrderedDict
+from dataclasses import dataclass
+from decimal import Decimal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import BaseModel, ConfigDict
 
 from ergon_framework import scope, transaction
 from ergon_framework.errors import Category, ConfigurationError
-from ergon_framework.failure import Attempt
+from ergon_framework.failure import Attempt, Deferral
 from ergon_framework.transaction import Transaction
 
 FULL = Transaction(
@@ -251,3 +255,93 @@ def test_the_examples_are_true():
 def test_what_would_break_a_loop_later_is_refused_when_it_is_made(fields):
     with pytest.raises(TypeError):
         Transaction(**fields)
+
+
+# -- one attempt cannot change what the next one gets ------------------------------------------------------
+
+
+@dataclass
+class Line:
+    tags: list[str]
+
+
+@dataclass(frozen=True)
+class FrozenLine:
+    tags: list[str]
+
+
+class Order(BaseModel):
+    lines: list[Line]
+
+
+class FrozenOrder(BaseModel):
+    model_config = ConfigDict(frozen=True)
+    lines: tuple[int, ...] = ()
+
+
+class Uncopyable(dict):
+    def __deepcopy__(self, memo):
+        raise TypeError("no")
+
+
+@pytest.mark.spec("DX-10")
+def test_an_isolated_transaction_differs_in_nothing_but_the_identity_of_its_payload():
+    deferral = Deferral(count=1, since=1.0, at=2.0, until=3.0)
+    original = FULL.replace(payload={"a": [1, {"b": [2]}], "c": "text"}, deferral=deferral)
+    own = original.isolate()
+    assert own == original
+    assert type(own) is Transaction
+    own.payload["a"][1]["b"].append(3)
+    own.payload["a"].append(4)
+    own.payload["d"] = 5
+    assert original.payload == {"a": [1, {"b": [2]}], "c": "text"}
+
+
+@pytest.mark.spec("DX-10")
+@pytest.mark.parametrize("payload", [None, "text", 7, 1.5, True, b"bytes"])
+def test_a_payload_that_cannot_change_costs_no_copy(payload):
+    original = Transaction("a", payload)
+    assert original.isolate() is original
+
+
+@pytest.mark.spec("DX-10")
+@pytest.mark.parametrize(
+    "payload, change",
+    [
+        ([[1]], lambda payload: payload[0].append(2)),
+        (([1],), lambda payload: payload[0].append(2)),
+        ({1}, lambda payload: payload.add(2)),
+        (bytearray(b"a"), lambda payload: payload.append(2)),
+        (OrderedDict(a=[1]), lambda payload: payload["a"].append(2)),
+        (Line(["a"]), lambda payload: payload.tags.append("b")),
+        (Order(lines=[Line(["a"])]), lambda payload: payload.lines[0].tags.append("b")),
+        ({"order": Order(lines=[])}, lambda payload: payload["order"].lines.append(Line([]))),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_containers_dataclasses_and_models_are_copied(payload, change):
+    original = Transaction("a", payload)
+    before = copy.deepcopy(payload)
+    own = original.isolate()
+    assert type(own.payload) is type(payload)
+    change(own.payload)
+    assert original.payload == before != own.payload
+
+
+@pytest.mark.spec("DX-10")
+@pytest.mark.parametrize(
+    "payload", [FrozenLine([]), FrozenOrder(), object(), Uncopyable(), Line, Decimal(1)], ids=lambda p: type(p).__name__
+)
+def test_frozen_and_foreign_objects_and_what_cannot_be_copied_are_shared(payload):
+    original = Transaction("a", payload)
+    assert original.isolate() is original
+    assert Transaction("a", [payload]).isolate().payload[0] is payload or isinstance(payload, Uncopyable)
+
+
+@pytest.mark.spec("DX-10")
+def test_a_payload_that_is_nested_too_deep_to_be_copied_is_shared():
+    payload = []
+    for _ in range(100_000):
+        payload = [payload]
+    original = Transaction("a", payload)
+    assert original.isolate() is original

@@ -127,7 +127,7 @@ Ended: TypeAlias = Ok | Failed | Deferred | Stopped
 
 def attempts(
     step: Step,
-    args: tuple[Any, ...],
+    more: tuple[Any, ...],
     notes: list[Note],
     transaction: Transaction,
     senses: Senses,
@@ -139,7 +139,8 @@ def attempts(
 ) -> Script[Ended]:
     """Try *step* until it succeeds, its budget is spent, or *limit* leaves no room.
 
-    *limit* is the end of the lifecycle, which has *lifetime* seconds in all.
+    *limit* is the end of the lifecycle, which has *lifetime* seconds in all. Each attempt is called with the
+    transaction as it was delivered, whatever others did to its payload, and *more*.
     """
     clock, timeout, number = senses.clock, step.retry.timeout, first
     while True:
@@ -147,9 +148,10 @@ def attempts(
         if now >= limit:
             return Failed(step.expired(step, Overrun.UNSTARTED, lifetime), number)
         until = limit if timeout is None or limit < now + timeout else now + timeout
-        scope = Scope(transaction, step.name, number, None if until == NEVER else until, clock)
+        isolated = transaction.isolate()
+        scope = Scope(isolated, step.name, number, None if until == NEVER else until, clock)
         context = None if watch is None else watch.attempt(number)
-        answer = yield Call(step.name, step.fn, args, until, scope, context)
+        answer = yield Call(step.name, step.fn, (isolated, *more), until, scope, context)
         if watch is not None:
             watch.attempted(number, _seen(answer))
         if type(answer) is Ok or type(answer) is Stopped:

@@ -116,7 +116,7 @@ def lifecycle(course: Course, transaction: Transaction, watch: Watch | None = No
     seen = None if watch is None else watch.step(step)
     done = yield from attempts(
         step,
-        (transaction,),
+        (),
         outcome.notes,
         transaction,
         course.senses,
@@ -133,7 +133,7 @@ def lifecycle(course: Course, transaction: Transaction, watch: Watch | None = No
         outcome.started = outcome.processed = True
         outcome.result = done.value
         if not course.plain or (watch is not None and watch.recording):
-            done = yield from _step(course, course.success, (transaction, done.value), outcome, limit, watch)
+            done = yield from _step(course, course.success, (done.value,), outcome, limit, watch)
     else:
         outcome.started = bool(outcome.notes) or _was_called(done)
     if type(done) is Ok:
@@ -156,7 +156,7 @@ def _failed(course: Course, outcome: Outcome, failed: Failed, watch: Watch | Non
     error: Any = failed.error
     error.still_running = failed.body is not None
     outcome.error, outcome.body = error, failed.body
-    done = yield from _step(course, course.exception, (outcome.transaction, error), outcome, NEVER, watch)
+    done = yield from _step(course, course.exception, (error,), outcome, NEVER, watch)
     if type(done) is Ok:
         outcome.kind = Kind.FAILED
         outcome.settlement = _asked(done.value)
@@ -168,12 +168,12 @@ def _failed(course: Course, outcome: Outcome, failed: Failed, watch: Watch | Non
 
 
 def _step(  # noqa: PLR0917 - keywords cost more, and this is done for every transaction
-    course: Course, step: Step, args: tuple[Any, ...], outcome: Outcome, limit: float, watch: Watch | None
+    course: Course, step: Step, more: tuple[Any, ...], outcome: Outcome, limit: float, watch: Watch | None
 ) -> Script[Ended]:
     began = course.senses.clock()
     seen = None if watch is None else watch.step(step)
     done = yield from attempts(
-        step, args, outcome.notes, outcome.transaction, course.senses, limit=limit, lifetime=course.timeout, watch=seen
+        step, more, outcome.notes, outcome.transaction, course.senses, limit=limit, lifetime=course.timeout, watch=seen
     )
     _stepped(course, outcome, step, done, began, watch)
     return done

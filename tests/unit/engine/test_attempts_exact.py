@@ -34,10 +34,12 @@ def fn(*_args: Any) -> None: ...
 class World:
     """One step, the clock it looks at, and what it last asked for or came to."""
 
-    def __init__(self, *, defers: bool | None = None, now: float = 0.0, **given: Any) -> None:
+    def __init__(
+        self, *, defers: bool | None = None, now: float = 0.0, transaction: Transaction = TX, **given: Any
+    ) -> None:
         chosen = {name: given.pop(name) for name in ("first", "limit", "lifetime", "watch") if name in given}
         limits = {name: given.pop(name) for name in ("max_deferral",) if name in given}
-        transaction = TX.replace(deferral=given.pop("deferral", None))
+        transaction = transaction.replace(deferral=given.pop("deferral", None))
         rules = RetryPolicy(**({"max_attempts": 5, "timeout": 60.0, "backoff": 4.0, "multiplier": 1.0} | given))
         self.now = now
         senses = Senses(clock=lambda: self.now, wall=lambda: 1_000.0 + self.now, dice=lambda: 0.5)
@@ -68,11 +70,23 @@ def test_an_attempt_is_a_call_within_its_own_scope() -> None:
     world = World(now=3.0, timeout=60.0)
     call = world.effect
     assert isinstance(call, Call)
-    assert (call.step, call.fn, call.args, call.until, call.context) == ("process", fn, (7,), 63.0, None)
+    assert (call.step, call.fn, call.args, call.until, call.context) == ("process", fn, (TX, 7), 63.0, None)
     scope = call.scope
     assert scope is not None
     assert (scope.transaction, scope.step, scope.attempt, scope.deadline) == (TX, "process", 0, 63.0)
     assert scope.clock() == 3.0
+
+
+@pytest.mark.spec("DX-10")
+def test_every_attempt_has_the_payload_as_it_was_delivered() -> None:
+    world = World(transaction=(original := Transaction("1", {"lines": [1]})))
+    for _ in range(3):
+        (transaction, _), scope = world.effect.args, world.effect.scope
+        assert transaction.payload == {"lines": [1]}
+        assert scope.transaction is transaction, "what a handler finds in its scope is what it was given"
+        transaction.payload["lines"].append(2)
+        world.fail().answer(None)
+    assert original.payload == {"lines": [1]}
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,32 @@ async def each_transaction_of_a_loop_ends_exactly_once(sitting: Sitting) -> None
     await client.finds_nothing(because="every transaction has ended")
 
 
+@rule("DX-10", needs=(dead_letters,))
+async def what_a_handler_does_to_a_payload_is_not_kept(sitting: Sitting) -> None:
+    client = await sitting.client()
+    failing, deferred = sitting.transactions(2)
+    await client.dispatch(failing, deferred)
+    seen: list[tuple[str, object]] = []
+
+    def body(transaction: Transaction) -> object:
+        is_first = not any(name == transaction.id for name, _ in seen)
+        seen.append((transaction.id, dict(transaction.payload)))
+        transaction.payload.clear()
+        transaction.payload["changed"] = True
+        if transaction.id == failing.id:
+            raise TransactionException("it broke")
+        return Later(0.05) if is_first else None
+
+    async with consuming(sitting, client, body) as loop:
+        await loop.until(lambda: len(loop.outcomes) >= 3, "one fails, one is put off and succeeds")
+        await _dead(sitting, client, 1)
+    for sent, runs in ((failing, 3), (deferred, 2)):
+        payloads = [payload for name, payload in seen if name == sent.id]
+        expect(payloads == [sent.payload] * runs, f"{sent.id} was handled with {payloads}, sent with {sent.payload}")
+    (record,) = await client.list_dead()
+    expect(record.payload == failing.payload, f"the dead letter holds {record.payload}, sent was {failing.payload}")
+
+
 @rule("CNN-04", "CNN-10", needs=(free_release,))
 async def a_stop_gives_the_rest_back_at_no_cost(sitting: Sitting) -> None:
     client = await sitting.client()
