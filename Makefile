@@ -25,7 +25,7 @@ TOTAL := 90
 .PHONY: site reference scan sbom sizes
 .PHONY: exam trials signals bench-postgres chaos-postgres power-postgres poison-postgres
 .PHONY: chaos-brokers power-brokers bench-brokers broker-peers
-.PHONY: bench-providers fleet-providers chaos-celery chaos-executors chaos-cron fuzz-executors bench-executors peers
+.PHONY: bench-providers fleet-providers chaos-outage chaos-celery chaos-executors chaos-cron fuzz-executors bench-executors peers
 .PHONY: bench-facts bench-facts-store bench-facts-service bench-artifacts catchup-facts
 .PHONY: chaos-facts soak-facts power-facts fuzz-facts protos demo demo-chaos
 
@@ -74,7 +74,7 @@ POOLED := tests/conformance/test_postgres.py::test_postgres_behind_a_pooler
 # hundreds of transactions around one that kills, plans by the thousand against real stores.
 TRIALS := $(addprefix tests/integration/test_facts_,killed.py consumer_killed.py side_killed.py faults.py)
 TRIALS += $(addprefix tests/integration/test_,contents_killed.py dlq_replay_killed.py rabbitmq_killed.py nats_killed.py)
-TRIALS += $(addprefix tests/integration/test_jobs_,faults.py chaos.py) tests/integration/test_provider_fleet.py
+TRIALS += $(addprefix tests/integration/test_jobs_,faults.py chaos.py) $(addprefix tests/integration/test_provider_,fleet.py outage.py)
 TRIALS += $(addprefix tests/integration/test_,poison.py three_effects.py postgres_rivals.py new_project.py)
 TRIALS += $(addprefix tests/properties/test_,fact_store.py replicas.py) tests/conformance/test_facts_postgres.py
 DOCUMENTS := tests/docs
@@ -209,6 +209,9 @@ poison-postgres: $(STAMP) ## one transaction that ends every process, among 500
 chaos-brokers: $(STAMP) ## 20,000 transactions on each broker through kills, stops, crashes and cuts (root; MINUTES=5, SEED=1)
 	$(BIN)/python tests/chaos/brokers.py --minutes $(or $(MINUTES),5) --seed $(or $(SEED),1)
 
+chaos-outage: $(STAMP) ## a provider answers 503 or hangs for a minute, facts are away for five; no dead letter; about 7 minutes
+	$(BIN)/python tests/chaos/provider_outage.py
+
 chaos-celery: $(STAMP) ## Celery workers, children and RabbitMQ killed; every task ends once (SEED=1)
 	$(BIN)/python tests/chaos/celery_run.py --seed $(or $(SEED),1)
 
@@ -236,7 +239,7 @@ fleet-providers: $(STAMP) ## quota, breaker and keys over many processes, some o
 	$(BIN)/python tests/chaos/providers.py
 
 deep: soak mutants bench memory signals bench-postgres chaos-postgres power-postgres ## all that is too slow for the gate
-deep: trials coverage scan sizes bench-providers fleet-providers chaos-celery chaos-executors chaos-cron fuzz-executors bench-executors
+deep: trials coverage scan sizes bench-providers fleet-providers chaos-outage chaos-celery chaos-executors chaos-cron fuzz-executors bench-executors
 deep: bench-brokers chaos-brokers power-brokers
 deep: demo-chaos
 deep: chaos-facts catchup-facts soak-facts power-facts fuzz-facts bench-facts

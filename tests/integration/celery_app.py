@@ -73,6 +73,17 @@ class Touchy(Rank):
     )
 
 
+class Patient(Touchy):
+    """Meets its breaker between two attempts."""
+
+    provider_name = "patient"
+    policy = ProviderPolicy(retry=FAST, breaker=BreakerPolicy(failure_threshold=2, open_cooldown_seconds=1.0))
+
+
+class Brief(Patient):
+    provider_name = "brief"
+
+
 class Scarce(Rank):
     provider_name = "scarce"
     policy = ProviderPolicy(retry=FAST, quota=QuotaPolicy(month=2))
@@ -92,7 +103,9 @@ options: dict[str, Any] = {
 }
 rank = Rank(books=books)
 snapshot = provider_task(app, rank, "snapshot", **options)
-touchy = provider_task(app, Touchy(books=books), "snapshot", **options)
+touchy = provider_task(app, Touchy(books=books), "snapshot", max_retries=0, **options)
+patient = provider_task(app, Patient(books=books), "snapshot", **options)
+brief = provider_task(app, Brief(books=books), "snapshot", max_retries=1, **options)
 scarce = provider_task(app, Scarce(books=books), "snapshot", **options)
 metered = provider_task(app, Metered(), "snapshot", **options)
 hurried = provider_task(app, rank, "snapshot", name="rank.hurried", timeout_budget_seconds=0.4, **options)

@@ -267,6 +267,33 @@ def test_the_breaker_fails_fast_while_open_and_recovers_by_a_probe(shop):
         assert shop.result(touchy.delay({"port": upstream.port}, tenant_id="acme")) == {"rank": 1}
 
 
+@pytest.mark.spec("DX-29", "PRV-21")
+def test_a_task_that_meets_an_open_breaker_is_retried_when_it_may_let_calls_through(shop):
+    with SyntheticUpstream(DOWN, DOWN, then=Behaviour(body={"rank": 4})) as upstream:
+        # Two failures open the breaker. The first task meets it at its third attempt, the second one at its first.
+        first = shop.tasks.patient.apply_async(({"port": upstream.port},), tenant_id="acme", idempotency_key="mine")
+        second = shop.tasks.patient.delay({"port": upstream.port}, tenant_id="acme")
+        assert shop.result(first) == shop.result(second) == {"rank": 4}
+        assert upstream.keys["mine"] == 3
+        assert upstream.calls == 4
+    for sent in (first, second):
+        assert shop.rows(sent.id) == []
+        assert state(shop, sent.id) == ("succeeded", 1), "waiting for the breaker costs no delivery"
+        (outcome, *_, end) = [one["fields"]["outcome"] for one in shop.envelopes(sent.id) if "ended" in one["event"]]
+        assert (outcome, end) == ("retry", "success")
+
+
+@pytest.mark.spec("DX-29", "PRV-23")
+def test_a_task_whose_retries_are_spent_keeps_the_failure_that_opened_the_breaker(shop):
+    with SyntheticUpstream(then=DOWN) as upstream:
+        sent = shop.tasks.brief.delay({"port": upstream.port}, tenant_id="acme")
+        shop.failure(sent, ProviderDependencyError)
+        assert upstream.calls == 3, "two that open the breaker, and the probe of the one retry"
+    row = shop.row(sent.id)
+    assert (row["reason_code"], row["error_type"]) == ("dependency_unavailable", "ProviderDependencyError")
+    assert row["error_message"].startswith("the provider answered 503; then the breaker")
+
+
 @pytest.mark.spec("PRV-17", "PRV-18")
 def test_a_spent_quota_fails_fast_with_its_reason(shop):
     with SyntheticUpstream() as upstream:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from contextvars import ContextVar, copy_context
+from math import ceil
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from billiard.pool import SIG_SOFT_TIMEOUT, soft_timeout_sighandler
@@ -21,7 +22,7 @@ from celery import states
 from celery.app.task import get_actual_ignore_result
 from celery.backends.base import DisabledBackend
 from celery.backends.rpc import RPCBackend
-from celery.exceptions import Ignore, Reject
+from celery.exceptions import Ignore, Reject, Retry
 from celery.signals import task_prerun, worker_process_shutdown
 from kombu.exceptions import EncodeError
 from kombu.serialization import dumps
@@ -33,6 +34,7 @@ from ergon_framework.providers.calling import BOOKS_UNAVAILABLE, IN_FLIGHT
 from ergon_framework.providers.deadletter import dead_letter
 from ergon_framework.providers.errors import (
     BY_REASON,
+    ProviderCircuitOpenError,
     ProviderError,
     ProviderInternalError,
     ProviderResponseFormatError,
@@ -40,7 +42,7 @@ from ergon_framework.providers.errors import (
 )
 from ergon_framework.providers.execution import AttemptRow, Request, current_task_execution
 from ergon_framework.providers.health import Outcome
-from ergon_framework.providers.invocation import Invocation, read
+from ergon_framework.providers.invocation import CAUSE, HEADER, Invocation, read
 from ergon_framework.providers.mapping import canonical
 from ergon_framework.providers.observe import listener
 from ergon_framework.providers.sql.ledger import Begun, State
@@ -60,6 +62,10 @@ PAUSE: Final = 1.0
 GRACE: Final = 10.0
 #: What a ledger raises: whatever it was asked to do may have been done, or not.
 LEDGER_ERRORS: Final = (ConnectionLost, ConfigurationError)
+#: Seconds after which a task is sent again that met an open breaker: whole ones and at least one, as delayed delivery
+#: on RabbitMQ needs it, and far below the time after which Redis hands an unacknowledged message out again.
+MIN_COUNTDOWN: Final = 1
+MAX_COUNTDOWN: Final = 300
 #: What became of a delivery that ended nothing.
 REQUEUED: Final = "requeued"
 
@@ -100,7 +106,7 @@ class Delivery:
                 self._check(value)
             finally:
                 _deafen()
-        except (Ignore, Reject):
+        except (Ignore, Reject, Retry):
             raise
         except Exception as error:  # noqa: BLE001 - the boundary to foreign code; becomes a dead letter
             self._failed(error)
@@ -203,6 +209,9 @@ class Delivery:
         # No second delivery can be at fault for a key that a dead process holds: the lease ends by itself.
         if found.code == IN_FLIGHT:
             self._come_again(found, counted=False)
+        if isinstance(found, ProviderCircuitOpenError):
+            self._come_later(found)
+            found = _real_cause(found, self.invocation.cause)
         if found.code == BOOKS_UNAVAILABLE and self._deliveries < self._task.max_deliveries:
             self._come_again(found)
         letter = dead_letter(self.invocation, found, attempts=self._deliveries, now=time.time())
@@ -217,6 +226,28 @@ class Delivery:
             self._come_again(None, counted=False)
         self._over(logging.WARNING, Outcome.DEAD_LETTER, found.reason_code)
         _raise_clean(found)
+
+    def _come_later(self, refused: ProviderCircuitOpenError) -> None:
+        """Send the task again for when the breaker may let it through; return if it may not be sent again."""
+        task, request = self._task, self._request
+        # An eager task would be run again at once, in this very call.
+        if request.is_eager or (task.max_retries is not None and request.retries >= task.max_retries):
+            return
+        wait = (refused.open_until or 0.0) - time.time()
+        countdown = max(MIN_COUNTDOWN, min(ceil(wait), MAX_COUNTDOWN))
+        headers = dict(request.as_execution_options()["headers"] or {})
+        cause = refused.__cause__ if isinstance(refused.__cause__, ProviderError) else self.invocation.cause
+        if cause is not None:
+            headers[HEADER] = {**headers.get(HEADER, {}), CAUSE: [cause.reason_code.value, describe(cause)]}
+        with suppress(*LEDGER_ERRORS):
+            self._ledger.give_back(self.invocation.task_id)
+        try:
+            again = task.reschedule(countdown, headers=headers)
+        except Reject:
+            # The broker did not take it, so this message has to stay.
+            self._come_again(refused)
+        self._over(logging.INFO, Outcome.RETRY, refused.reason_code)
+        raise again
 
     def _fail_again(self) -> NoReturn:
         """Report the failure that was written down: whoever did so may not have lived to report it."""
@@ -305,6 +336,16 @@ def _mapped(error: Exception) -> ProviderError:
         return canonical(error, now=time.time())
     except Exception:  # noqa: BLE001 - an exception that cannot be looked at still ends the task
         return ProviderInternalError("the task failed with an exception that cannot be read")
+
+
+def _real_cause(refused: ProviderCircuitOpenError, known: ProviderError | None) -> ProviderError:
+    """Return the failure that the open breaker hides, where there was one in this delivery or in one before."""
+    cause = refused.__cause__ if isinstance(refused.__cause__, ProviderError) else known
+    if cause is None:
+        return refused
+    real = BY_REASON[cause.reason_code](f"{describe(cause)}; then {describe(refused)}", http_status=cause.http_status)
+    real.particulars, real.attempts = refused.particulars, refused.attempts
+    return real
 
 
 def _raise_clean(error: ProviderError) -> NoReturn:

@@ -1,7 +1,8 @@
 """CeleryProviderTask: a task of Celery whose body calls a provider, and which ends once whatever happens to its worker.
 
-``execute`` is the one that tries again; Celery never does. A task that fails for good leaves one
-dead letter, in PostgreSQL before anybody is told of the failure.
+``execute`` is the one that tries again; Celery does only where a circuit breaker is open, when that may let
+calls through again. A task that fails for good leaves one dead letter, in PostgreSQL before anybody is told
+of the failure.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ class CeleryProviderTask(Task):  # type: ignore[misc]  # Celery comes without ty
     acks_on_timeout = True
     reject_on_worker_lost = True
     retry_on_worker_lost = False
-    max_retries = 0
+    #: How often the task may be rescheduled because the breaker is open; 0 for never, None for no limit.
+    max_retries: ClassVar[int | None] = 120
     # The envelope says it; Celery need not add a traceback.
     throws = (ProviderError,)
     resultrepr_maxsize = 0
@@ -175,8 +177,15 @@ class CeleryProviderTask(Task):  # type: ignore[misc]  # Celery comes without ty
             key = invocation.given_key
         return provider.call(wanted, payload, name=name, key=key, timeout=timeout, campaign=invocation.campaign_id)
 
+    def reschedule(self, countdown: int, *, headers: dict[str, Any]) -> Any:
+        """Send the running task again after *countdown* seconds, and return what tells Celery so when it is raised.
+
+        Reject is raised if it could not be sent.
+        """
+        return super().retry(countdown=countdown, headers=headers, throw=False)
+
     def retry(self, *_: Any, **__: Any) -> NoReturn:
-        """It never does."""
+        """Refuse: a body does not retry."""
         raise ConfigurationError(
             f"{self.name} must not be retried by Celery: execute has tried again as the policy of its provider says, "
             "and what it gave up on is final; give the policy more attempts or more time"
@@ -247,6 +256,8 @@ def _check(cls: type[CeleryProviderTask], app: Celery) -> None:
                 f"{named} speaks JSON only, and {place} is {serializer!r}; leave serializer= out and set the app's "
                 "result_serializer to 'json'"
             )
+    if cls.max_retries is not None and cls.max_retries < 0:
+        raise ConfigurationError(f"{named}: max_retries is a number of at least 0 or None, not {cls.max_retries!r}")
     if cls.max_deliveries < 1:
         raise ConfigurationError(f"{named}: max_deliveries is a number of at least 1, not {cls.max_deliveries!r}")
     budget = cls.timeout_budget_seconds

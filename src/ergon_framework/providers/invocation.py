@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ergon_framework.providers.errors import ProviderBadRequestError
+from ergon_framework.providers.errors import BY_REASON, ProviderBadRequestError, ProviderError, ReasonCode
 from ergon_framework.providers.execution import NO_TENANT
 from ergon_framework.providers.idempotency import effect
 from ergon_framework.transaction import Transaction
@@ -22,6 +22,8 @@ HEADER: Final = "ergon"
 #: The names in that header. Those of whom it is for may be arguments of the task as well.
 WHOSE: Final = ("tenant_id", "campaign_id", "idempotency_key")
 NAMES: Final = (*WHOSE, "correlation_id", "timeout_budget_seconds", "task_execution_id")
+#: In that header of a task that was sent again: why the breaker is open, as a reason code and a message.
+CAUSE: Final = "cause"
 #: Headers that bring a trace.
 TRACE: Final = ("traceparent", "tracestate", "baggage")
 
@@ -59,6 +61,8 @@ class Invocation:
     #: Of one call, as the policy of the provider says.
     max_attempts: int = 1
     refused: ProviderBadRequestError | None = None
+    #: The last failure of an earlier delivery, which met an open breaker afterwards.
+    cause: ProviderError | None = None
 
     @property
     def transaction(self) -> Transaction:
@@ -121,6 +125,7 @@ def read(
         task_execution_id=given.get("task_execution_id") or known,
         max_attempts=called.max_attempts,
         refused=ProviderBadRequestError("; ".join(refused), sent=False, code="invocation") if refused else None,
+        cause=_cause(headers.get(HEADER)),
     )
 
 
@@ -169,6 +174,13 @@ def _refusal(name: str, value: Any) -> str | None:
         return None if sound else f"is 1 to {LONGEST_KEY} visible ASCII characters, without blanks"
     sound = isinstance(value, str) and _NAME.fullmatch(value)
     return None if sound else f"is text of 1 to {LONGEST} characters, without control characters"
+
+
+def _cause(header: Any) -> ProviderError | None:
+    match header.get(CAUSE) if isinstance(header, Mapping) else None:
+        case [str(reason), str(message)] if reason in ReasonCode.__members__.values():
+            return BY_REASON[ReasonCode(reason)](message)
+    return None
 
 
 def _trace(headers: Mapping[str, Any]) -> dict[str, str]:

@@ -14,7 +14,14 @@ from ergon_framework.errors import ConfigurationError
 from ergon_framework.providers.base import AsyncProviderBase, ProviderBase
 from ergon_framework.providers.celery_feed import DeadLetterFeeder, feed_dead_letters
 from ergon_framework.providers.celery_task import CeleryProviderTask, provider_task
-from ergon_framework.providers.errors import ProviderBadRequestError, ProviderError, ProviderInternalError
+from ergon_framework.providers.circuit_breaker import BreakerPolicy
+from ergon_framework.providers.errors import (
+    ProviderBadRequestError,
+    ProviderConnectionError,
+    ProviderError,
+    ProviderInternalError,
+)
+from ergon_framework.providers.invocation import CAUSE, HEADER
 from ergon_framework.providers.memory import MemoryBooks
 from ergon_framework.providers.policy import ProviderPolicy
 from ergon_framework.providers.retry import RetryPolicy
@@ -90,6 +97,7 @@ def nothing():
         ({"acks_on_timeout": False}, "acks_on_timeout=True"),
         ({"autoretry_for": (OSError,)}, "must not have autoretry_for"),
         ({"max_deliveries": 0}, "at least 1"),
+        ({"max_retries": -1}, "max_retries is a number of at least 0 or None"),
         ({"timeout_budget_seconds": 0}, "above 0"),
         ({"timeout_budget_seconds": float("nan")}, "above 0"),
         ({"timeout_budget_seconds": 9, "soft_time_limit": 9}, "must rise in this order"),
@@ -114,7 +122,7 @@ def test_an_app_whose_results_are_pickled_is_refused(app):
 def test_the_limits_follow_from_the_budget(app):
     task = provider_task(app, Rank(), "snapshot", timeout_budget_seconds=7)
     assert (task.soft_time_limit, task.time_limit) == (12, 22)
-    assert (task.acks_late, task.reject_on_worker_lost, task.max_retries) == (True, True, 0)
+    assert (task.acks_late, task.reject_on_worker_lost, task.max_retries) == (True, True, 120)
 
 
 @pytest.mark.spec("PRV-21")
@@ -122,6 +130,39 @@ def test_celery_never_retries(app, ledger):
     task = provider_task(app, Rank(), "snapshot", ledger=ledger)
     with pytest.raises(ConfigurationError, match="what it gave up on is final"):
         task.retry()
+
+
+class Tripping(Rank):
+    """Its first failure opens the breaker, which its second attempt meets."""
+
+    provider_name = "tripping"
+    policy = ProviderPolicy(
+        retry=RetryPolicy(max_attempts=2, base_delay_seconds=0.0), breaker=BreakerPolicy(failure_threshold=1)
+    )
+
+
+@pytest.mark.spec("DX-29", "PRV-23")
+def test_the_dead_letter_names_the_failure_that_opened_the_breaker(app, ledger):
+    task = provider_task(app, Tripping(), "snapshot", ledger=ledger)
+    # An eager task is not sent again: it would run at once.
+    met = task.apply_async(({"fail": True},))
+    assert letters(ledger, met.id) == [
+        (
+            "connection_error",
+            "the connection broke (ConnectionResetError); then the breaker is open; the provider is not called",
+            "default",
+            1,
+        )
+    ]
+    assert isinstance(met.result, ProviderConnectionError)
+    # One that was sent again brings the failure of its first delivery along; one without has only the breaker to name.
+    again = task.apply_async(({},), headers={HEADER: {CAUSE: ["timeout", "no answer within 3 s"]}})
+    refused = task.apply_async(({},))
+    reasons = [(*letter[:2], letter[3]) for one in (again, refused) for letter in letters(ledger, one.id)]
+    assert reasons == [
+        ("timeout", "no answer within 3 s; then the breaker is open; the provider is not called", 0),
+        ("circuit_open", "the breaker is open; the provider is not called", 0),
+    ]
 
 
 # -- sent -------------------------------------------------------------------------------------------

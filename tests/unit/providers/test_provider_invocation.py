@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ergon_framework.providers.deadletter import FIELDS, dead_letter, message
-from ergon_framework.providers.errors import ProviderDependencyError
-from ergon_framework.providers.invocation import HEADER, LONGEST_KEY, NAMES, Called, header, identified, read
+from ergon_framework.providers.errors import ProviderDependencyError, ProviderTimeoutError
+from ergon_framework.providers.invocation import CAUSE, HEADER, LONGEST_KEY, NAMES, Called, header, identified, read
 
 CALLED = Called("rank.snapshot", "rank", "rank_snapshot", "snapshot", 30.0)
 
@@ -36,6 +36,16 @@ def test_what_is_not_given_has_a_default():
     found = invocation(root_id="root")
     assert (found.tenant_id, found.campaign_id, found.budget, found.refused) == ("default", None, 30.0, None)
     assert (found.correlation_id, invocation().correlation_id) == ("root", "t-1")
+
+
+@pytest.mark.spec("DX-29")
+def test_the_failure_of_an_earlier_delivery_is_read_within_limits():
+    found = invocation({CAUSE: ["timeout", "no answer"]})
+    assert (type(found.cause), str(found.cause), found.refused) == (ProviderTimeoutError, "no answer", None)
+    for odd in (None, "timeout", ["timeout"], ["timeout", 1], ["no such", "x"], {"timeout": "x"}):
+        assert invocation({CAUSE: odd}).cause is None
+    assert invocation("odd").cause is None
+    assert len(str(invocation({CAUSE: ["timeout", "x" * 10_000]}).cause)) <= 500
 
 
 def test_the_header_comes_before_the_arguments():
