@@ -46,7 +46,8 @@ with dead as materialized (
 ready as (
     insert into ergon.ready (queue, rank, transaction_id, key, headers, body)
     select %(queue)s, -priority, transaction_id, key,
-        case jsonb_typeof(headers) when 'object' then headers - '{{{",".join(PROGRESS)}}}'::text[] else headers end,
+        case jsonb_typeof(headers) when 'object'
+            then headers - 'ergon-attempts' - 'ergon-history' - 'ergon-deferral' else headers end,
         body
     from dead order by id
 )
