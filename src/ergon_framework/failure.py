@@ -114,6 +114,12 @@ class Failure(BaseModel):
     detail: dict[str, Any] = Field(default_factory=dict)
 
 
+def error_type_of(error: BaseException) -> str:
+    """Return the type of an error: the one that it names itself, else the class of its cause, else its own class."""
+    named: str | None = getattr(error, "error_type", None)
+    return named or type(error.__cause__ or error).__name__
+
+
 def describe(error: BaseException, *, values: bool = False) -> str:
     """The error's message, short enough to keep and in characters that every store accepts.
 

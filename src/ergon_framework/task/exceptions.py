@@ -25,10 +25,13 @@ class TransactionException(ErgonError):
     ``TransactionException(Category.BUSINESS, "no such order")``.
 
     ``still_running`` is true when the body that timed out had not left when this was handed to
-    the exception handler: it may still act.
+    the exception handler: it may still act. ``attempts_made`` and ``error_type`` are set where an
+    executor made the attempts: how many there were, and what it named as the type of the error.
     """
 
     still_running: bool = False
+    attempts_made: int | None = None
+    error_type: str | None = None
 
     def __init__(
         self,

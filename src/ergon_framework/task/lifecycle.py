@@ -146,6 +146,9 @@ def lifecycle(course: Course, transaction: Transaction, watch: Watch | None = No
         _deferred(outcome, done)
     elif type(done) is Stopped:
         _stopped(outcome, done, carried)
+    # Attempts that an executor made are counted by the store, and not here.
+    if outcome.error is not None and (made := getattr(outcome.error, "attempts_made", None)) is not None:
+        outcome.attempts = made
     if watch is not None:
         watch.ended(outcome)
     return outcome

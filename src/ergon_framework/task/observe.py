@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ergon_framework.connectors.base import Later
 from ergon_framework.connectors.outage import OutageLog, outage_log
 from ergon_framework.errors import Category, ConnectionLost
+from ergon_framework.failure import error_type_of
 from ergon_framework.task.outline import Outline, StepOutline, consuming, producing
 from ergon_framework.task.report import Kind
 from ergon_framework.task.rounds import Rounds
@@ -256,7 +257,7 @@ class Observer(Onlooker):
         category = getattr(error, "category", None)
         return {
             Field.ERROR: self._message(error),
-            Field.ERROR_TYPE: type(error.__cause__ or error).__name__,
+            Field.ERROR_TYPE: error_type_of(error),
             Field.CATEGORY: None if category is None else category.value,
             Field.CODE: getattr(error, "code", None),
         }

@@ -7,7 +7,7 @@ import time
 from ergon_framework.connectors.base import DeadLetter
 from ergon_framework.errors import Category
 from ergon_framework.executor.verdict import Blame
-from ergon_framework.failure import Failure, describe
+from ergon_framework.failure import Failure, describe, error_type_of
 from ergon_framework.task.exceptions import TransactionException
 from ergon_framework.task.mixins.policies import SettlePolicy
 from ergon_framework.telemetry.context import current_ids
@@ -16,23 +16,31 @@ from ergon_framework.telemetry.tracebacks import format_traceback
 from ergon_framework.transaction import Transaction
 
 
-class Buried(TransactionException):
+class JobFailed(TransactionException):
     """The job has failed, and its row says so."""
 
-    def __init__(self, blame: Blame, attempt_number: int) -> None:
+    def __init__(self, blame: Blame, attempts: int) -> None:
         super().__init__(blame.message, blame.category, final=True, code=blame.code)
         self.blame = blame
-        self.attempt_number = attempt_number
+        self.attempts_made = attempts
+        self.error_type = blame.error_type
         if blame.traceback is not None:
             self.particulars = {"traceback": blame.traceback}
 
 
-def later(message: str, delay: float, *, code: str, category: Category = Category.SYSTEM) -> TransactionException:
-    """The message comes back after *delay* seconds; whatever there was to count, the store has counted."""
-    return TransactionException(message, category, later=True, retry_after=delay, code=code)
+def later(message: str, delay: float, *, code: str) -> TransactionException:
+    """The message comes back after *delay* seconds, and no attempt was made."""
+    return TransactionException(message, Category.SYSTEM, later=True, retry_after=delay, code=code)
 
 
-def letter(task: str, transaction: Transaction, error: Buried, options: TelemetryOptions = DEFAULTS) -> DeadLetter:
+def again(blame: Blame, delay: float, *, attempts: int) -> TransactionException:
+    """The message comes back after *delay* seconds for a further attempt; *attempts* were made."""
+    error = TransactionException(blame.message, blame.category, later=True, retry_after=delay, code=blame.code)
+    error.attempts_made, error.error_type = attempts, blame.error_type
+    return error
+
+
+def letter(task: str, transaction: Transaction, error: JobFailed, options: TelemetryOptions = DEFAULTS) -> DeadLetter:
     """The dead letter of a job says what its row says, attempts included."""
     code, ids = error.code or error.category.value.lower(), current_ids()
     failure = Failure(
@@ -43,9 +51,9 @@ def letter(task: str, transaction: Transaction, error: Buried, options: Telemetr
         correlation_id=transaction.correlation or transaction.id,
         idempotency_key=transaction.id,
         reason_code=code,
-        error_type=error.blame.error_type or type(error).__name__,
+        error_type=error_type_of(error),
         error_message=describe(error),
-        attempts=error.attempt_number,
+        attempts=error.attempts_made or 0,
         occurred_at=time.time(),
         category=error.category,
         step="process",

@@ -19,7 +19,7 @@ from typing import Final
 from ergon_framework.connectors.base import Ack, Delivery, Release, Settlement
 from ergon_framework.errors import Category
 from ergon_framework.executor.jobs import observe, statements
-from ergon_framework.executor.jobs.burial import Buried, letter
+from ergon_framework.executor.jobs.burial import JobFailed, letter
 from ergon_framework.executor.jobs.model import PREFIX, Job
 from ergon_framework.executor.jobs.queue import JobQueue
 from ergon_framework.executor.verdict import Blame
@@ -182,5 +182,5 @@ def _settlement(queue: JobQueue, delivery: Delivery, decisions: dict[str, tuple[
     decision, attempts = decisions.get(delivery.transaction.id, ("waiting", 0))
     if decision == "failed":
         blame = Blame(Category.SYSTEM, NO_ROUTE, message, final=True)
-        return letter(queue.name, delivery.transaction, Buried(blame, attempts))
+        return letter(queue.name, delivery.transaction, JobFailed(blame, attempts))
     return Ack() if decision == "over" else Release()

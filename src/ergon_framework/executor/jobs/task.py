@@ -20,7 +20,7 @@ from ergon_framework.errors import Category, ConfigurationError, ErgonError
 from ergon_framework.executor.guard import Guard
 from ergon_framework.executor.jobs import attempts, observe
 from ergon_framework.executor.jobs.attempts import Claim, Conclusion, Decision, End, GiveBack, Kill, Started
-from ergon_framework.executor.jobs.burial import Buried, acked, later, letter
+from ergon_framework.executor.jobs.burial import JobFailed, acked, again, later, letter
 from ergon_framework.executor.jobs.desk import Desk
 from ergon_framework.executor.jobs.model import JobState
 from ergon_framework.executor.jobs.observe import Ended
@@ -307,17 +307,18 @@ class JobTask(AsyncConsumerMixin, AsyncTask):
         if decision in {Decision.BURIED, Decision.EXHAUSTED}:
             blame = started.blame or Blame(Category.SYSTEM, "failed", "the job has failed", final=True)
             self._tally.ended(Ended.FAILED)
-            raise Buried(blame, started.attempt_number)
+            raise JobFailed(blame, started.attempt_number)
         if decision is Decision.EARLY:
             raise later("the job is not due yet", started.delay, code="early")
         if decision is Decision.UNKNOWN:
             words = f"there is no job {claim.job_id!r}; submit jobs with a JobClient, or ergon.submit_job"
-            raise Buried(Blame(Category.BUSINESS, "no_job", words, final=True), 0)
+            raise JobFailed(Blame(Category.BUSINESS, "no_job", words, final=True), 0)
         raise self._stale(claim)
 
     async def _ended(self, desk: Desk, claim: Claim, verdict: Conclusion) -> None:
         """Write the end, and have the message settled as the row says now."""
         attempt = self._begun.get(claim.job_id)
+        attempts_made = 0 if attempt is None else attempt.started.attempt_number
         end = End(claim, verdict)
         try:
             state = await desk.finish(end)
@@ -331,16 +332,15 @@ class JobTask(AsyncConsumerMixin, AsyncTask):
             self._tally.ended(Ended.SUCCEEDED)
             return
         if state is JobState.PENDING:
-            again = isinstance(verdict, Again)
-            self._tally.ended(Ended.RETRIED if again else Ended.GIVEN_BACK)
             if isinstance(verdict, Again):
-                blame = verdict.blame
-                raise later(blame.message, verdict.delay, code=blame.code, category=blame.category)
+                self._tally.ended(Ended.RETRIED)
+                raise again(verdict.blame, verdict.delay, attempts=attempts_made)
+            self._tally.ended(Ended.GIVEN_BACK)
             back = verdict if isinstance(verdict, GiveBack) else GiveBack()
             raise later(back.words, back.delay, code=back.code)
         if state is JobState.FAILED and isinstance(verdict, Bury):
             self._tally.ended(Ended.FAILED)
-            raise Buried(verdict.blame, 0 if attempt is None else attempt.started.attempt_number)
+            raise JobFailed(verdict.blame, attempts_made)
         self._tally.ended(Ended.KILLED)
         raise _Settled
 
@@ -365,7 +365,7 @@ class JobTask(AsyncConsumerMixin, AsyncTask):
 
     async def handle_transaction_exception(self, transaction: Transaction, exc: TransactionException) -> Any:
         """The dead letter of a job says what its row says, attempts included; what the policy acks is acked."""
-        if not isinstance(exc, Buried) or acked(exc.category, self._settle):
+        if not isinstance(exc, JobFailed) or acked(exc.category, self._settle):
             return None
         return letter(self.name, transaction, exc, options_of(self))
 
