@@ -26,7 +26,7 @@ from ergon_framework.executor.process import Command
 from ergon_framework.executor.verdict import Complete
 from ergon_framework.telemetry import names
 from ergon_framework.transaction import Transaction
-from tests.integration.jobs import PATH, ROOT, STUBBORN, Store, orchestrator, policy, rows, running, until
+from tests.integration.jobs import COMMAND, PATH, ROOT, STUBBORN, Store, orchestrator, policy, rows, running, until
 from tests.integration.running import ERGON
 from tests.log_events import event_of, events_of
 
@@ -582,3 +582,51 @@ def test_a_job_that_kills_its_orchestrator_is_a_dead_letter_after_exactly_its_at
             process.terminate()
             assert process.wait(60) == 0
         assert [one.reason for one in letters(dsn).values()] == ["orchestrator_died"]
+
+
+# -- how long it runs -----------------------------------------------------------------------------
+
+SERVICE = """
+import os
+from ergon_framework.executor.jobs.orchestrator import Executors, Orchestrator
+from ergon_framework.executor.pool import PoolPolicy
+from ergon_framework.executor.process import Command
+
+command = Command(words={words!r}, environment={{"PATH": os.environ["PATH"]}})
+orchestrator = Orchestrator({{"python": Executors(command=command, pool=PoolPolicy(size=1))}})
+"""
+
+
+@pytest.fixture
+def service(dsn, tmp_path, monkeypatch):
+    monkeypatch.setenv("ERGON_POSTGRES__DSN", dsn)
+    (tmp_path / "jobs.py").write_text(SERVICE.format(words=COMMAND.words), encoding="utf-8")
+    (tmp_path / "policy.toml").write_text("[loop]\ndrain_timeout = 5.0\n", encoding="utf-8")
+    (tmp_path / "once.toml").write_text("[loop]\nstreaming = false\n", encoding="utf-8")
+    return tmp_path
+
+
+@pytest.mark.spec("DX-36")
+@pytest.mark.parametrize("options", [[], ["--policy", "policy.toml"]], ids=["default", "policy without streaming"])
+def test_an_orchestrator_goes_on_when_its_queue_is_empty(dsn, service, options):
+    words = [*ERGON, "run", "jobs:orchestrator", *options]
+    process = subprocess.Popen(words, cwd=service, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        with JobClient(dsn) as client:
+            for number in range(2):
+                # Each is over, and the queue empty, before the next is submitted.
+                job = client.wait(client.submit("echo", number).id, timeout=60)
+                assert job.result == number
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.spec("DX-36")
+@pytest.mark.parametrize("options", [["--once"], ["--policy", "once.toml"]], ids=["once", "policy"])
+def test_an_orchestrator_ends_at_an_empty_queue_if_it_is_asked_to(service, options):
+    words = [*ERGON, "run", "jobs:orchestrator", *options]
+    done = subprocess.run(words, cwd=service, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr

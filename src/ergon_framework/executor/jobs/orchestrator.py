@@ -17,6 +17,7 @@ from ergon_framework.executor.jobs.cron import Cron, columns
 from ergon_framework.executor.jobs.queue import JobQueue
 from ergon_framework.executor.jobs.registrations import registered
 from ergon_framework.executor.jobs.request import DEFAULT
+from ergon_framework.executor.jobs.rules import streams_by_default
 from ergon_framework.executor.jobs.task import JobTask
 from ergon_framework.executor.pool import PoolPolicy
 from ergon_framework.executor.process import Command
@@ -42,7 +43,8 @@ class Orchestrator(AsyncConsumerMixin, AsyncTask):
     """Runs jobs: a task for ``ergon run``, with a loop of its own for each kind of executors.
 
     The address of the database is *dsn*, or the environment's ``ERGON_POSTGRES__DSN``. The policy's
-    ``steps.process.retry`` says how jobs are tried again, where they do not say it themselves. *crons*
+    ``steps.process.retry`` says how jobs are tried again, where they do not say it themselves. It goes on
+    when its queues are empty, unless ``loop.streaming`` of the policy is false. *crons*
     are declared when it starts; while it runs it fires all entries that are due, whoever declared them.
     """
 
@@ -74,7 +76,7 @@ class Orchestrator(AsyncConsumerMixin, AsyncTask):
             )
             for kind, given in kinds.items()
         }
-        super().__init__(next(iter(self.tasks.values())).connector, policy=policy, gates=gates)
+        super().__init__(next(iter(self.tasks.values())).connector, policy=streams_by_default(policy), gates=gates)
         for task in self.tasks.values():
             # Probes and signals mean all of them.
             share_loops(task, self)
@@ -119,9 +121,10 @@ class Orchestrator(AsyncConsumerMixin, AsyncTask):
         driver: Callable[[], Asyncio] = Asyncio,
     ) -> Report:
         """Consume for all kinds at once; when one of them fails the others are stopped. One report for all."""
+        rules = streams_by_default(policy or self._own)
         running = [
             asyncio.create_task(
-                task.consume_transactions(policy or self._own, gates=gates, on_outcome=on_outcome, driver=driver),
+                task.consume_transactions(rules, gates=gates, on_outcome=on_outcome, driver=driver),
                 name=task.name,
             )
             for task in self.tasks.values()

@@ -39,6 +39,14 @@ def engine_rules(policy: ConsumerPolicy, places: int) -> ConsumerPolicy:
     )
 
 
+def streams_by_default(policy: ConsumerPolicy | None) -> ConsumerPolicy:
+    """Return *policy*, or the default one; its loop goes on at an empty queue, unless it says otherwise."""
+    policy = policy or ConsumerPolicy()
+    if "streaming" in policy.loop.model_fields_set:
+        return policy
+    return policy.model_copy(update={"loop": policy.loop.model_copy(update={"streaming": True})})
+
+
 def with_attempts(policy: RetryPolicy, most: int) -> RetryPolicy:
     """*policy* with *most* attempts."""
     return policy if policy.max_attempts == most else _changed(policy, most)
