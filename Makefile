@@ -63,7 +63,7 @@ EXAMS += $(addprefix tests/integration/test_,alerts.py dashboards.py one_trace.p
 # Few tests, and half of the time of all: each starts processes, or a server that it treats badly.
 EXAMS += $(addprefix tests/integration/test_run,.py _processes.py _probes.py _exporting.py _metrics.py)
 EXAMS += $(addprefix tests/integration/test_,pause.py doctor.py dlq_edit.py queues_moved.py schema.py)
-EXAMS += $(addprefix tests/integration/test_,postgres_outage.py redis_tasks.py jobs_orchestrator.py)
+EXAMS += $(addprefix tests/integration/test_,postgres_outage.py redis_tasks.py jobs_orchestrator.py jobs_executors.py jobs_reported.py)
 EXAMS += $(addprefix tests/integration/test_,provider_task_wrapper.py provider_writer.py)
 EXAMS += $(addprefix tests/integration/test_facts_,cli.py replicate.py)
 EXAMS += $(addprefix tests/integration/test_rabbitmq_,idle.py refusals.py together.py traps.py)
@@ -77,6 +77,8 @@ TRIALS += $(addprefix tests/integration/test_,contents_killed.py dlq_replay_kill
 TRIALS += $(addprefix tests/integration/test_jobs_,faults.py chaos.py) $(addprefix tests/integration/test_provider_,fleet.py outage.py)
 TRIALS += $(addprefix tests/integration/test_,poison.py three_effects.py postgres_rivals.py new_project.py)
 TRIALS += $(addprefix tests/properties/test_,fact_store.py replicas.py) tests/conformance/test_facts_postgres.py
+# Compiles the SDK of OpenTelemetry.
+TRIALS += tests/conformance/test_rust_otel.py
 DOCUMENTS := tests/docs
 APART := $(patsubst %,--ignore=%,$(EXAMS) $(TRIALS))
 # The engine's rules, in both variants. Noting every line costs as much as the tests themselves, so it is done where it proves most.
