@@ -194,7 +194,7 @@ def test_a_batch_is_not_repeated_while_its_first_self_may_still_commit(dsn):
     # Its id is claimed by somebody who has not said yet how it ends.
     with psycopg.connect(dsn) as other, connect(dsn, patience=10) as line:
         other.execute("insert into ergon.provider_batches (id) values (%s)", [batch.id])
-        thread = threading.Thread(target=write, args=(line, batch), kwargs={"refresh": ()})
+        thread = threading.Thread(target=write, args=(line, batch))
         thread.start()
         waiting = (
             "select count(*) from pg_stat_activity where wait_event_type = 'Lock' and datname = current_database()"

@@ -58,7 +58,7 @@ class Shop:
 
     def __init__(self, dsn, queue, policy, *, writes):
         self.dsn, self.queue = dsn, queue
-        self.books = PostgresBooks(dsn, writer=MetricsWriter(dsn) if writes else None)
+        self.books = PostgresBooks(dsn, metrics=writes)
         self.pay = Pay(books=self.books, policy=policy)
 
         @consumer(queue, uses=[self.pay])

@@ -118,12 +118,10 @@ def refresh_rates(line: Connection[Any], accounts: Collection[Account]) -> set[A
     both have committed.
     """
     keys = _keys(sorted(accounts))
-    with line.pipeline():
-        line.execute("begin")
+    with line.pipeline(), line.transaction():
         line.execute(_LIMITS)
         line.execute(_LOCK_STATES, keys)
         updated = line.execute(_RATES, {**keys, "bounds": minutes.BOUNDS})
-        line.execute("commit")
     return {(tenant, provider, capability) for tenant, provider, capability, is_empty in updated if is_empty}
 
 
