@@ -16,6 +16,7 @@ from pydantic import BaseModel
 
 from ergon_framework import BusinessError, ConsumerPolicy, MemoryConnector, Transaction, consumer
 from ergon_framework.cli.logs import Structured
+from ergon_framework.task.exceptions import TransactionException
 from ergon_framework.task.mixins.consumer import AsyncConsumerMixin, ConsumerMixin
 from ergon_framework.telemetry.options import TelemetryOptions
 
@@ -209,6 +210,16 @@ def test_a_retried_attempt_formats_nothing(flavour, monkeypatch):
 
         asyncio.run(charge.run())
     assert (len(tries), read) == (3, [])
+
+
+@pytest.mark.spec("DX-04")
+def test_a_deferred_transaction_records_no_exception(flavour):
+    def defer(order):
+        raise TransactionException("not yet", later=True, retry_after=60.0)
+
+    seen = Watched(flavour, defer)
+    assert seen.stacks("start_processing") == []
+    assert [record.exc_info for record in seen.records if record.exc_info] == []
 
 
 def compensate(order, error):

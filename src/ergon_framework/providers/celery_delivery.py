@@ -50,6 +50,8 @@ from ergon_framework.providers.sql.writer import close_writers
 from ergon_framework.telemetry import logs
 from ergon_framework.telemetry.context import current_ids, inbound, within
 from ergon_framework.telemetry.names import LIBRARY, Event, Field
+from ergon_framework.telemetry.options import options_of
+from ergon_framework.telemetry.tracebacks import ExcInfo, format_traceback, to_exc_info
 
 if TYPE_CHECKING:
     from ergon_framework.providers.celery_task import CeleryProviderTask
@@ -224,7 +226,7 @@ class Delivery:
         if state is State.SUCCEEDING:
             # Another delivery has a result. Whether it lives to report it is seen at the next one.
             self._come_again(None, counted=False)
-        self._over(logging.WARNING, Outcome.DEAD_LETTER, found.reason_code)
+        self._over(logging.WARNING, Outcome.DEAD_LETTER, found.reason_code, self._raised(found))
         _raise_clean(found)
 
     def _come_later(self, refused: ProviderCircuitOpenError) -> None:
@@ -296,8 +298,18 @@ class Delivery:
             },
         )
 
-    def _over(self, level: int, outcome: str, reason: ReasonCode | None) -> None:
-        log_envelope(level, Event.PROVIDER_TASK_ENDED, self._envelope(outcome, reason))
+    def _raised(self, error: ProviderError) -> tuple[ExcInfo, str] | None:
+        """Return where the task's own code failed; other failures are explained by their reason."""
+        if error.reason_code is not ReasonCode.INTERNAL_ERROR:
+            return None
+        options = options_of(self._task)
+        traceback = format_traceback(error, options)
+        return None if traceback is None else (to_exc_info(error, options), traceback)
+
+    def _over(
+        self, level: int, outcome: str, reason: ReasonCode | None, raised: tuple[ExcInfo, str] | None = None
+    ) -> None:
+        log_envelope(level, Event.PROVIDER_TASK_ENDED, self._envelope(outcome, reason), raised=raised)
 
     def _envelope(self, outcome: str, reason: ReasonCode | None) -> dict[str, Any]:
         return envelope(self.invocation, outcome, reason, attempt=self._attempts)
@@ -319,9 +331,11 @@ def envelope(invocation: Invocation, outcome: str, reason: ReasonCode | None, *,
     }
 
 
-def log_envelope(level: int, event: str, fields: Mapping[str, Any]) -> None:
+def log_envelope(
+    level: int, event: str, fields: Mapping[str, Any], *, raised: tuple[ExcInfo, str] | None = None
+) -> None:
     """Log *event* of a task; fields that are None stay attributes of the record, so that all ten are there."""
-    logs.say(level, event, fields, to=log, keep_none=True)
+    logs.say(level, event, fields, to=log, raised=raised, keep_none=True)
 
 
 def _keeps(task: CeleryProviderTask, request: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from datetime import UTC, datetime
 
 import psycopg
@@ -28,6 +29,7 @@ from ergon_framework.providers.retry import RetryPolicy
 from ergon_framework.providers.sql.ledger import Ledger
 from ergon_framework.schema.migrate import upgrade
 from ergon_framework.scope import Scope
+from ergon_framework.telemetry.options import TelemetryOptions
 from ergon_framework.transaction import Transaction
 
 SECRET = "hunter2"
@@ -352,3 +354,20 @@ def test_a_broker_that_is_away_leaves_the_letters_waiting(ledger, caplog):
     assert sent[0].task_id == "waits"
     assert DeadLetterFeeder(away, ledger).feed() == 0  # nothing waits, so that nobody is called
     away.close()
+
+
+@pytest.mark.spec("DX-04")
+@pytest.mark.parametrize("on", [True, False])
+def test_the_log_says_where_the_code_of_a_task_failed_and_repeats_no_foreign_words(app, ledger, caplog, on):
+    def body():
+        raise KeyError(SECRET)
+
+    options = {"provider": Rank(), "ledger": ledger, "telemetry": TelemetryOptions(record_tracebacks=on)}
+    task = app.task(body, base=CeleryProviderTask, name=f"broken-{on}", shared=False, **options)
+    task.apply(task_id=f"broken-{on}")
+    (record,) = [one for one in caplog.records if getattr(one, "event", "") == "provider task ended"]
+    assert (record.exc_text is not None) is on
+    if on:
+        assert f"{__file__}:" in record.exc_text
+        assert "in body" in record.exc_text
+    assert SECRET not in logging.Formatter().format(record)
