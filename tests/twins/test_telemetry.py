@@ -722,6 +722,67 @@ def test_a_lost_connection_is_logged_once_until_a_fetch_is_answered(flavour, see
     assert restored.seconds >= 0
 
 
+@pytest.mark.spec("DX-13", "DX-45")
+def test_an_attempt_that_is_retried_is_logged_with_attempt_delay_and_error(flavour, seen, events):
+    rules = policy(process={"retry": {"max_attempts": 3, "backoff": 0.01, "multiplier": 1}})
+    consume(flavour, seen, orders(1), rules=rules, process=always(RuntimeError("password=pw not yet")))
+    retried = [record for record in events if event_of(record) == "attempt failed"]
+    assert [(record.levelname, record.step, record.attempt) for record in retried] == [
+        ("INFO", "process", 1),
+        ("INFO", "process", 2),
+    ]
+    for record in retried:
+        assert (record.task, record.transaction_id, record.correlation_id) == ("Orders", "order-0", "order-0")
+        assert (record.delay, record.error_type, record.category) == (0.01, "RuntimeError", "SYSTEM")
+        assert "not yet" in record.error
+        assert "pw " not in record.getMessage()
+    assert 'attempt=2 delay=0.01 error="' in retried[1].getMessage()
+    # The last attempt is not retried: the end of its transaction is what is logged.
+    assert events_of(events)[-2:] == ["transaction failed", "loop ended"]
+    attempts = seen.named("process.attempt")
+    assert [span.attributes["ergon.attempt"] for span in attempts] == [0, 1, 2], "spans count from 0"
+
+
+@pytest.mark.spec("DX-13")
+def test_an_attempt_whose_wait_the_broker_keeps_is_logged_too(flavour, seen, events):
+    consume(flavour, seen, orders(1), process=always(TransactionException("busy", retry_after=3600)))
+    assert events_of(events) == ["attempt failed", "transaction deferred", "loop ended"]
+    assert (events[0].attempt, events[0].delay) == (1, 3600)
+
+
+@pytest.mark.spec("DX-13")
+def test_failed_attempts_of_handlers_and_producers_are_logged(flavour, seen, events):
+    consume(flavour, seen, orders(1), success=fail_first())
+    produce(flavour, seen, orders(1), produce=fail_first())
+    retried = [record for record in events if event_of(record) == "attempt failed"]
+    assert [(record.step, record.attempt, record.delay) for record in retried] == [("success", 1, 0), ("produce", 1, 0)]
+
+
+@pytest.mark.spec("DX-13")
+def test_a_failed_fetch_that_is_tried_again_is_logged(flavour, seen, events):
+    class Odd(MemoryConnector):
+        errors = 1
+
+        def odd(self):
+            self.errors -= 1
+            if self.errors >= 0:
+                raise OSError("odd")
+
+        def fetch_transactions(self, batch_size, **extra):
+            self.odd()
+            return super().fetch_transactions(batch_size)
+
+        async def fetch_transactions_async(self, batch_size, **extra):
+            self.odd()
+            return await super().fetch_transactions_async(batch_size)
+
+    consume(flavour, seen, orders(1), connector=Odd("orders"))
+    (record,) = [record for record in events if event_of(record) == "attempt failed"]
+    assert (record.levelname, record.task, record.step) == ("INFO", "Orders", "fetch")
+    assert (record.attempt, record.delay, record.error_type) == (1, 0, "OSError")
+    assert not hasattr(record, "transaction_id")
+
+
 def test_dead_letters_name_the_trace(flavour, seen):
     connector = consume(flavour, seen, orders(1), process=always(BusinessError("no")))
     (letter,) = connector.dead_letters
@@ -739,7 +800,7 @@ def test_user_logs_get_the_ids_of_their_transaction(flavour, seen):
     consume(flavour, seen, orders(1), process=process)
     attempt = seen.one("process.attempt").context
     (record,) = records
-    assert (record.transaction_id, record.step, record.attempt) == ("order-0", "process", 0)
+    assert (record.transaction_id, record.step, record.attempt) == ("order-0", "process", 1)
     assert (record.trace_id, record.span_id) == (f"{attempt.trace_id:032x}", f"{attempt.span_id:016x}")
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from importlib.metadata import version
 from pathlib import Path
 from signal import Signals
 from typing import Any, TypeVar
@@ -172,6 +174,19 @@ def tell(ended: Ended) -> None:
         typer.echo("".join(traceback.format_exception(ended.error)).rstrip(), err=True)
 
 
+def announce(task: Runnable, policy: ConsumerPolicy | ProducerPolicy, *, number: int | None = None) -> None:
+    """Log that a worker starts, and what it runs; *number* is its place among several processes."""
+    fields = {
+        Field.TASK: task.name,
+        Field.QUEUE: getattr(task.connector, "name", None),
+        Field.CONCURRENCY: policy.loop.concurrency.value,
+        Field.VERSION: version("ergon-framework"),
+        Field.NUMBER: number,
+        Field.PID: os.getpid(),
+    }
+    logs.say(logging.INFO, Event.WORKER_STARTED, fields, to=log)
+
+
 def enter(stage: Stage, *, number: int | None = None) -> None:
     """Log that a stage of the stop has begun."""
     level = logging.ERROR if stage is Stage.KILLED else logging.INFO
@@ -192,6 +207,7 @@ def _run_one(options: Options, found: Settings, as_json: bool) -> int:  # noqa: 
         _answers(port, found)
         task, rules = load(options, found)
         open_provider_state(task, found)
+        announce(task, rules)
         with pausable(task, found) as gates, journalled(task, found) as journal:
             process = Process(
                 task,

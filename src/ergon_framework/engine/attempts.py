@@ -58,10 +58,11 @@ class Step:
 
     *defers* says that a wait beyond ``retry.hold`` goes back to the broker instead of being slept. So does
     every error that says that nothing was tried, and every temporary one, however short the wait is; the
-    temporary ones for *max_deferral* seconds since the first of them.
+    temporary ones for *max_deferral* seconds since the first of them. *on_retry* is called with the note of each failed
+    attempt that another follows, before the wait.
     """
 
-    __slots__ = ("classify", "defers", "expired", "fn", "max_deferral", "name", "retry")
+    __slots__ = ("classify", "defers", "expired", "fn", "max_deferral", "name", "on_retry", "retry")
 
     def __init__(
         self,
@@ -73,6 +74,7 @@ class Step:
         expired: Callable[[Step, Overrun, float | None], ErgonError],
         defers: bool = False,
         max_deferral: float = 0.0,
+        on_retry: Callable[[Transaction, Note], None] | None = None,
     ) -> None:
         self.name = name
         self.fn = fn
@@ -81,6 +83,7 @@ class Step:
         self.expired = expired
         self.defers = defers
         self.max_deferral = max_deferral
+        self.on_retry = on_retry
 
 
 class Note:
@@ -210,12 +213,14 @@ def _after(
     if _hopeless(error) or number + 1 >= retry.max_attempts or now >= limit:
         return Failed(error, number)
     delay = _delay(retry, number, error, senses)
-    if step.defers and delay > retry.hold:
-        note.delay = delay
-        return Deferred(error, number, delay, transaction.deferral)
-    if now + delay >= limit:
+    defers = step.defers and delay > retry.hold
+    if not defers and now + delay >= limit:
         return Failed(error, number)
     note.delay = delay
+    if step.on_retry is not None:
+        step.on_retry(transaction, note)
+    if defers:
+        return Deferred(error, number, delay, transaction.deferral)
     stopped = (yield from sleep(now + delay)) if delay > 0 else None
     if stopped is not None:
         # A wait that was interrupted is none: no attempt follows it.

@@ -184,6 +184,7 @@ class Consumption:
             deadline=self._deadline,
             patient=self._loop.streaming,
             give_back=self._intake.give_back,
+            on_retry=self._watch.refetching,
         )
 
     def _feed(self, fetcher: Fetcher) -> Script[End]:

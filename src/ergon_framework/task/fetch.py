@@ -33,6 +33,7 @@ class Fetcher:
         deadline: float,
         patient: bool,
         give_back: Callable[[Delivery, str], None],
+        on_retry: Callable[[int, BaseException, float], None] | None = None,
     ) -> None:
         self._fetch = fetch
         self._retry = retry
@@ -42,6 +43,8 @@ class Fetcher:
         #: A lost connection is waited out instead of spending the budget.
         self._patient = patient
         self._give_back = give_back
+        #: Called for each failed attempt that another follows; a lost connection is an outage, and not counted.
+        self._on_retry = on_retry
         #: How often the connector was called.
         self.calls = 0
         #: The call that nobody waits for any more, and that may still bring something.
@@ -73,7 +76,9 @@ class Fetcher:
             elif error.final or number + 1 >= retry.max_attempts:
                 return error
             else:
-                delay = retry.delay(number, self._senses.dice)
+                delay = max(retry.delay(number, self._senses.dice), error.retry_after or 0.0)
+                if self._on_retry is not None:
+                    self._on_retry(number, error, delay)
                 number += 1
             ended = yield from self._waited(max(delay, error.retry_after or 0.0))
             if ended is not None:

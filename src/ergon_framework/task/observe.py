@@ -27,7 +27,7 @@ from ergon_framework.telemetry.tracebacks import ExcInfo, to_exc_info
 
 if TYPE_CHECKING:
     from ergon_framework.connectors.base import Delivery, SettleResult
-    from ergon_framework.engine.attempts import StepWatch
+    from ergon_framework.engine.attempts import Note, StepWatch
     from ergon_framework.task.lifecycle import Watch
     from ergon_framework.task.mixins.policies import ConsumerPolicy, ProducerPolicy
     from ergon_framework.task.report import End, Outcome
@@ -113,6 +113,9 @@ class Observer(Onlooker):
         self._fetching = Fetching(root, outline, counts=self._counts, options=self.options, outage=self._outage)
         return self._fetching
 
+    def refetching(self, number: int, error: BaseException, delay: float) -> None:
+        self._failed_attempt({Field.STEP: "fetch"}, number, error, delay=delay)
+
     def fetched(self, deliveries: Sequence[Delivery] | None, error: BaseException | None) -> None:
         counts = self._counts
         self._fetching.over(None if deliveries is None else len(deliveries), error)
@@ -183,6 +186,9 @@ class Observer(Onlooker):
     def _remember(self, outcome: Outcome, node: Node) -> None:
         self._nodes[id(outcome)] = node
 
+    def retrying(self, transaction: Transaction, note: Note) -> None:
+        self._failed_attempt(_ids(transaction) | {Field.STEP: note.step}, note.attempt, note.error, delay=note.delay)
+
     def trace_id(self, outcome: Outcome) -> str | None:
         node = self._nodes.get(id(outcome))
         found = None if node is None else node.ids
@@ -213,6 +219,12 @@ class Observer(Onlooker):
                 self._say(level, event, self._fields(outcome, node), self._raised(outcome))
 
     # -- what is logged -------------------------------------------------------------------------
+
+    def _failed_attempt(self, which: dict[str, Any], number: int, error: BaseException, *, delay: float | None) -> None:
+        if logs.log.isEnabledFor(logging.INFO):
+            # People count attempts from 1.
+            fields = {Field.ATTEMPT: number + 1, Field.DELAY: delay}
+            self._say(logging.INFO, Event.ATTEMPT_FAILED, which | fields | self._blame(error))
 
     def _say(self, level: int, event: str, fields: dict[str, Any], raised: tuple[ExcInfo, str] | None = None) -> None:
         logs.say(level, event, {Field.TASK: self._outline.task, **fields}, raised=raised)

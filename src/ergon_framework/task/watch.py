@@ -9,7 +9,7 @@ from ergon_framework.telemetry.options import DEFAULTS, TelemetryOptions
 
 if TYPE_CHECKING:
     from ergon_framework.connectors.base import Delivery, SettleResult
-    from ergon_framework.engine.attempts import StepWatch
+    from ergon_framework.engine.attempts import Note, StepWatch
     from ergon_framework.task.lifecycle import Watch
     from ergon_framework.task.report import End, Outcome
     from ergon_framework.transaction import Transaction
@@ -35,6 +35,9 @@ class Onlooker:
         """A fetch begins."""
         return None
 
+    def refetching(self, number: int, error: BaseException, delay: float) -> None:
+        """Attempt *number* at a fetch failed, and another follows after *delay* seconds."""
+
     def fetched(self, deliveries: Sequence[Delivery] | None, error: BaseException | None) -> None:
         """It brought *deliveries*, or failed for good; neither when the loop ends in the middle of it."""
 
@@ -47,6 +50,9 @@ class Onlooker:
     def begin(self, transaction: Transaction, delivery: Delivery | None) -> Watch | None:  # noqa: ARG002 - for those who look
         """A lifecycle begins; None when nobody records this one."""
         return None
+
+    def retrying(self, transaction: Transaction, note: Note) -> None:
+        """An attempt at a step failed, and another follows; called wherever the transaction runs."""
 
     def trace_id(self, outcome: Outcome) -> str | None:  # noqa: ARG002 - for those who look
         """The trace in which a lifecycle that is over can be found, between its end and ``ended``."""

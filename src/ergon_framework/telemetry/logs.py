@@ -128,7 +128,8 @@ class TransactionFilter(logging.Filter):
             fields.setdefault(Field.CORRELATION_ID, below.correlation)
             fields.setdefault(Field.TENANT_ID, below.tenant)
             fields.setdefault(Field.STEP, below.step)
-            fields.setdefault(Field.ATTEMPT, below.attempt)
+            # People count attempts from 1.
+            fields.setdefault(Field.ATTEMPT, below.attempt + 1)
         found = current_ids()
         if found is not None:
             fields.setdefault(Field.TRACE_ID, found[0])

@@ -461,6 +461,7 @@ METRICS: Final = (
 class Event:
     """Messages of log records: an event each, with its particulars as fields."""
 
+    ATTEMPT_FAILED: Final = "attempt failed"
     TRANSACTION_FAILED: Final = "transaction failed"
     TRANSACTION_DEFERRED: Final = "transaction deferred"
     TRANSACTION_RELEASED: Final = "transaction released"
@@ -471,6 +472,7 @@ class Event:
     LOOP_ENDED: Final = "loop ended"
     LOOP_BLOCKED: Final = "event loop blocked"
     LOOP_FREE: Final = "event loop free"
+    WORKER_STARTED: Final = "worker started"
     PROCESS_STARTED: Final = "process started"
     PROCESS_DIED: Final = "process died"
     PROCESS_STOPPING: Final = "process stopping"
@@ -549,6 +551,8 @@ class Field:
     FUNCTIONS: Final = "functions"
     NUMBER: Final = "number"
     PID: Final = "pid"
+    CONCURRENCY: Final = "concurrency"
+    VERSION: Final = "version"
     STAGE: Final = "stage"
     EXIT_CODE: Final = "exit_code"
     QUEUE: Final = "queue"

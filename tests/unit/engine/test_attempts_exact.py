@@ -40,11 +40,12 @@ class World:
         chosen = {name: given.pop(name) for name in ("first", "limit", "lifetime", "watch") if name in given}
         limits = {name: given.pop(name) for name in ("max_deferral",) if name in given}
         transaction = transaction.replace(deferral=given.pop("deferral", None))
+        told = {name: given.pop(name) for name in ("on_retry",) if name in given}
         rules = RetryPolicy(**({"max_attempts": 5, "timeout": 60.0, "backoff": 4.0, "multiplier": 1.0} | given))
         self.now = now
         senses = Senses(clock=lambda: self.now, wall=lambda: 1_000.0 + self.now, dice=lambda: 0.5)
         defer = {} if defers is None else {"defers": defers}
-        self.step = Step("process", fn, rules, classify=own, expired=late, **defer, **limits)
+        self.step = Step("process", fn, rules, classify=own, expired=late, **defer, **limits, **told)
         self.notes: list[Note] = []
         self.script: Script[Any] = attempts(self.step, (7,), self.notes, transaction, senses, **chosen)
         self.effect: Any = None
@@ -400,6 +401,34 @@ class Watching:
 
     def attempted(self, number: int, error: BaseException | None) -> None:
         self.heard.append((number, error))
+
+
+@pytest.mark.spec("DX-13")
+def test_each_failed_attempt_that_another_follows_is_told_before_the_wait() -> None:
+    told: list[tuple[Any, int, float | None]] = []
+    world = World(
+        max_attempts=3, on_retry=lambda transaction, note: told.append((transaction, note.attempt, note.delay))
+    )
+    world.fail()
+    assert told == [(TX, 0, 4.0)]
+    world.answer(None).fail()
+    assert told == [(TX, 0, 4.0), (TX, 1, 4.0)]
+    world.answer(None).fail()
+    assert isinstance(world.result, Failed)
+    assert len(told) == 2
+
+
+@pytest.mark.spec("DX-13")
+def test_an_attempt_whose_wait_goes_back_to_the_broker_is_told_and_one_that_no_other_follows_is_not() -> None:
+    told: list[float | None] = []
+
+    def on_retry(_: object, note: Note) -> None:
+        told.append(note.delay)
+
+    assert isinstance(World(defers=True, hold=1.0, on_retry=on_retry).fail().result, Deferred)
+    assert told == [4.0]
+    assert isinstance(World(limit=3.0, on_retry=on_retry).fail().result, Failed)
+    assert told == [4.0]
 
 
 def test_a_watch_supplies_the_context_and_hears_the_end_of_every_attempt() -> None:

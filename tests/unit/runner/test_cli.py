@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 from rich.console import Console
@@ -16,6 +19,7 @@ from ergon_framework.runner.exits import Exit
 from ergon_framework.runner.process import Ended, Order
 from ergon_framework.runner.stages import Stage
 from ergon_framework.runner.supervisor import Ran
+from ergon_framework.task.mixins.policies import ConsumerPolicy
 from ergon_framework.task.report import End, Report
 
 APP = """
@@ -208,6 +212,25 @@ def test_an_unknown_variable_is_a_usage_error(ergon, monkeypatch):
     done = ergon("run", "cliapp:charge")
     assert done.exit_code == Exit.USAGE
     assert "did you mean 'run.processes'?" in done.stderr
+
+
+@pytest.mark.spec("DX-13")
+@pytest.mark.parametrize("processes", [1, 2])
+def test_each_process_logs_one_start_line(ergon, tmp_path, processes):
+    command = [sys.executable, "-c", "from ergon_framework.cli.main import main; main()", "run", "cliapp:charge"]
+    command += ["--log-level", "info", "--processes", str(processes)]
+    env = {**os.environ, "ERGON_LOGGING__FORMAT": "json"}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
+    lines = [json.loads(line) for line in done.stderr.splitlines() if line.startswith("{")]
+    started = [line for line in lines if line["event"] == "worker started"]
+    assert len(started) == processes
+    for line in started:
+        assert (line["level"], line["task"], line["queue"]) == ("info", "charge", "orders")
+        assert (line["concurrency"], line["version"]) == (
+            ConsumerPolicy().loop.concurrency.value,
+            version("ergon-framework"),
+        )
+    assert len({line["pid"] for line in started}) == processes
 
 
 def test_a_stage_is_logged_with_the_process_that_entered_it(caplog):

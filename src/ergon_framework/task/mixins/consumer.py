@@ -25,6 +25,7 @@ from ergon_framework.task.loops import loops_of
 from ergon_framework.task.mixins.policies import ConsumerPolicy
 from ergon_framework.task.observe import observing, safely
 from ergon_framework.task.report import Outcome, Report
+from ergon_framework.task.watch import Onlooker
 from ergon_framework.task.worst import refuse_too_long
 from ergon_framework.transaction import Transaction
 
@@ -62,8 +63,9 @@ class _Consumer:
     ) -> Consumption:
         """One run of the loop, ready to be driven."""
         name = str(getattr(self, "name", type(self).__name__))
+        watch = observing(self, policy, fenced=driver.came_late)
         return Consumption(
-            self._process_course(policy, driver.senses),
+            self._process_course(policy, driver.senses, watch),
             broker,
             policy,
             name=name,
@@ -71,14 +73,15 @@ class _Consumer:
             fenced=driver.came_late,
             start=self._start_processing,
             gates=choose_gates(self, gates),
-            watch=observing(self, policy, fenced=driver.came_late),
+            watch=watch,
             on_outcome=None if on_outcome is None else safely(on_outcome),
         )
 
-    def _process_course(self, policy: ConsumerPolicy, senses: Senses) -> Course:
+    def _process_course(self, policy: ConsumerPolicy, senses: Senses, watch: Onlooker | None = None) -> Course:
         task: Any = self
         steps = policy.steps
-        handler = partial(Step, classify=classify_handler, expired=expired)
+        on_retry = None if watch is None else watch.retrying
+        handler = partial(Step, classify=classify_handler, expired=expired, on_retry=on_retry)
         return Course(
             Step(
                 "process",
@@ -88,6 +91,7 @@ class _Consumer:
                 expired=expired,
                 defers=True,
                 max_deferral=policy.loop.max_deferral,
+                on_retry=on_retry,
             ),
             handler("success", task.handle_transaction_success, steps.success.retry),
             handler("exception", task.handle_transaction_exception, steps.exception.retry),

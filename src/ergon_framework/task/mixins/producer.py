@@ -23,6 +23,7 @@ from ergon_framework.task.mixins.policies import ProducerPolicy
 from ergon_framework.task.observe import observing_produce
 from ergon_framework.task.produce import Production
 from ergon_framework.task.report import Outcome, ProduceReport
+from ergon_framework.task.watch import Onlooker
 from ergon_framework.transaction import Transaction
 
 
@@ -48,22 +49,31 @@ class _Producer:
         self, transactions: Sequence[Transaction], policy: ProducerPolicy, driver: Slots
     ) -> Production:
         """One run over one list, ready to be driven."""
+        watch = observing_produce(self, policy, fenced=driver.came_late)
         return Production(
-            self._produce_course(policy, driver.senses),
+            self._produce_course(policy, driver.senses, watch),
             transactions,
             policy,
             mailbox=driver.mailbox,
             fenced=driver.came_late,
             start=self._start_producing,
-            watch=observing_produce(self, policy, fenced=driver.came_late),
+            watch=watch,
         )
 
-    def _produce_course(self, policy: ProducerPolicy, senses: Senses) -> Course:
+    def _produce_course(self, policy: ProducerPolicy, senses: Senses, watch: Onlooker | None = None) -> Course:
         task: Any = self
         steps = policy.steps
-        handler = partial(Step, classify=classify_handler, expired=expired)
+        on_retry = None if watch is None else watch.retrying
+        handler = partial(Step, classify=classify_handler, expired=expired, on_retry=on_retry)
         return Course(
-            Step("produce", task.produce_transaction, steps.produce.retry, classify=classify, expired=expired),
+            Step(
+                "produce",
+                task.produce_transaction,
+                steps.produce.retry,
+                classify=classify,
+                expired=expired,
+                on_retry=on_retry,
+            ),
             handler("success", task.handle_produce_success, steps.success.retry),
             handler("exception", task.handle_produce_exception, steps.exception.retry),
             senses=senses,
