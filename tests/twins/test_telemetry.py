@@ -316,7 +316,15 @@ def test_a_loop_that_does_not_stream_has_one_root(flavour, seen):
 # -- attributes -----------------------------------------------------------------------------------
 
 
-@pytest.mark.spec("CON-16")
+@pytest.mark.spec("CON-16", "DX-15")
+def test_every_step_carries_the_transaction_and_its_attempts(flavour, seen):
+    consume(flavour, seen, orders(1), process=fail_first(RuntimeError("down")))
+    own = {"ergon.transaction.id": "order-0"}
+    assert seen.one("process").attributes == own | {"ergon.attempts": 2}
+    assert seen.one("handle_success").attributes == own | {"ergon.attempts": 1}
+
+
+@pytest.mark.spec("CON-16", "DX-15")
 def test_every_attempt_carries_the_attributes_that_were_promised(flavour, seen):
     consume(flavour, seen, orders(1), process=fail_first(RuntimeError("x" * 700)))
     first, second = sorted(seen.named("process.attempt"), key=lambda span: span.attributes["ergon.attempt"])
@@ -325,6 +333,11 @@ def test_every_attempt_carries_the_attributes_that_were_promised(flavour, seen):
         "ergon.step": "process",
         "ergon.max_attempts": 2,
         "ergon.retry": "timeout=5 backoff=0 multiplier=2 cap=30 jitter=0",
+        "ergon.retry.timeout": 5.0,
+        "ergon.retry.backoff": 0.0,
+        "ergon.retry.multiplier": 2.0,
+        "ergon.retry.cap": 30.0,
+        "ergon.retry.jitter": 0.0,
         "ergon.transaction.id": "order-0",
     }
     assert second.attributes == shared | {"ergon.attempt": 1}

@@ -53,18 +53,21 @@ class Unrecorded:
 class Attempts:
     """The attempts of one step."""
 
-    __slots__ = ("_attempt", "_node", "_options", "_outline", "_own")
+    __slots__ = ("_attempt", "_node", "_options", "_outline", "_own", "count")
 
     def __init__(self, node: Node, outline: StepOutline, own: Mapping[str, Any], options: TelemetryOptions) -> None:
         self._node = node
         self._outline = outline
         self._own = own
         self._options = options
+        #: How many have begun.
+        self.count = 0
         #: The present attempt; before the first there is none, and nobody asks for it.
         self._attempt = node
 
     def attempt(self, number: int) -> Context:
         outline = self._outline
+        self.count += 1
         attributes = {**outline.attempt_attributes, **self._own, Attribute.ATTEMPT: number}
         self._attempt = node = self._node.child(outline.attempt_name, attributes)
         return node.body()
@@ -82,7 +85,7 @@ class Watched:
 
     recording = True
 
-    __slots__ = ("_node", "_options", "_outline", "_own", "_remember", "_step", "_step_name")
+    __slots__ = ("_attempts", "_node", "_options", "_outline", "_own", "_remember", "_step", "_step_name")
 
     def __init__(
         self, node: Node, outline: Outline, own: Mapping[str, Any], *, options: TelemetryOptions, remember: Remember
@@ -95,15 +98,20 @@ class Watched:
         #: The present step; before the first there is none, and nobody asks for it.
         self._step = node
         self._step_name = ""
+        #: Its attempts; None if the step is not recorded.
+        self._attempts: Attempts | None = None
 
     def step(self, step: Step) -> Attempts | Unrecorded:
         outline = self._outline.steps[step.name]
         self._step_name = step.name
-        self._step = node = self._node.child(outline.name)
-        return Attempts(node, outline, self._own, self._options) if node.recording else Unrecorded(node, forget)
+        self._step = node = self._node.child(outline.name, self._own)
+        self._attempts = Attempts(node, outline, self._own, self._options) if node.recording else None
+        return self._attempts or Unrecorded(node, forget)
 
     def stepped(self, ended: Ended) -> None:
         node = self._step
+        if self._attempts is not None:
+            node.tell({Attribute.ATTEMPTS: self._attempts.count})
         if isinstance(ended, Failed | Deferred):
             blame(node, ended.error, self._options)
             node.tell({Attribute.OUTCOME: "failed" if isinstance(ended, Failed) else "deferred"})

@@ -22,10 +22,9 @@ def steps(**chosen):
 def step(name, span, which):
     settings = RETRIES[which]
     shared = {"ergon.task": "Orders", "ergon.step": name}
-    shown = {
-        "ergon.max_attempts": settings["max_attempts"],
-        "ergon.retry": " ".join(f"{key}={spelled(settings[key])}" for key in SHOWN),
-    }
+    shown = {f"ergon.retry.{key}": settings[key] for key in SHOWN if settings[key] is not None}
+    shown["ergon.max_attempts"] = settings["max_attempts"]
+    shown["ergon.retry"] = " ".join(f"{key}={spelled(settings[key])}" for key in SHOWN)
     return StepOutline(span, f"{span}.attempt", shared | shown)
 
 
@@ -40,7 +39,7 @@ LOOP = {"concurrency": {"value": 3}, "batch": {"size": 12}}
 SHARED = {"ergon.task": "Orders", "ergon.concurrency": 3, "ergon.batch.size": 12}
 
 
-@pytest.mark.spec("CON-16")
+@pytest.mark.spec("CON-16", "DX-15")
 def test_a_consumer_is_outlined_with_the_settings_of_each_step():
     chosen = steps(fetch="first", process="second", success="third", exception="fourth")
     outline = consuming("Orders", ConsumerPolicy.load({"loop": LOOP, "steps": chosen}))
@@ -56,7 +55,7 @@ def test_a_consumer_is_outlined_with_the_settings_of_each_step():
     assert outline.everyday == ("process", "success")
 
 
-@pytest.mark.spec("PRO-10")
+@pytest.mark.spec("PRO-10", "DX-15")
 def test_a_producer_is_outlined_with_the_settings_of_each_step():
     chosen = steps(produce="second", success="third", exception="fourth")
     outline = producing("Orders", ProducerPolicy.load({"loop": LOOP, "steps": chosen}))

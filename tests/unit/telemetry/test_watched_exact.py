@@ -127,8 +127,28 @@ def with_cause(error, cause):
 def test_a_step_says_how_it_ended(caplog, ended, told, status):
     seen = Seen()
     seen.step("process", ended)
-    assert seen.told("process") == (told, status)
+    assert seen.told("process") == (told | {"ergon.attempts": 0}, status)
     assert complaints(caplog) == []
+
+
+@pytest.mark.spec("CON-16", "PRO-10", "DX-15")
+@pytest.mark.parametrize(
+    "outline, name, span",
+    [
+        (consuming("Orders", ConsumerPolicy()), "process", "process"),
+        (consuming("Orders", ConsumerPolicy()), "exception", "handle_exception"),
+        (producing("Orders", ProducerPolicy()), "produce", "produce"),
+    ],
+)
+def test_a_step_carries_its_transaction_and_its_attempts(outline, name, span):
+    seen = Seen(outline)
+    attempts = seen.watched.step(step(name))
+    for number in (4, 5, 6):  # the attempts of earlier deliveries have the numbers before
+        attempts.attempt(number)
+        attempts.attempted(number, None)
+    seen.watched.stepped(Stopped())
+    assert seen.spans[span].attributes["ergon.transaction.id"] == "a"
+    assert seen.spans[span].attributes["ergon.attempts"] == 3
 
 
 class Unmeasured:
@@ -159,7 +179,8 @@ def test_a_result_shows_its_type_and_its_size_if_that_is_known_at_once(result, s
     seen = Seen(producing("Orders", ProducerPolicy()))
     seen.step("produce", Ok(result))
     expected = {"ergon.result.type": type(result).__name__}
-    assert seen.told("produce") == (expected | ({} if size is None else {"ergon.result.size": size}), None)
+    expected |= {"ergon.attempts": 0} | ({} if size is None else {"ergon.result.size": size})
+    assert seen.told("produce") == (expected, None)
 
 
 @pytest.mark.spec("PRO-10")
@@ -167,13 +188,14 @@ def test_the_value_of_a_result_is_shown_if_it_was_asked_for():
     seen = Seen(producing("Orders", ProducerPolicy()), record_results=True)
     seen.step("produce", Ok([1, 2]))
     told, _ = seen.told("produce")
+    told.pop("ergon.attempts")
     assert told == {"ergon.result.type": "list", "ergon.result.size": 2, "ergon.result.value": "[1, 2]"}
 
 
 def test_only_what_produce_returned_is_a_result():
     seen = Seen(producing("Orders", ProducerPolicy()), record_results=True)
     seen.step("success", Ok("handled"))
-    assert seen.told("handle_produce_success") == ({}, None)
+    assert seen.told("handle_produce_success") == ({"ergon.attempts": 0}, None)
 
 
 # -- attempts -------------------------------------------------------------------------------------
