@@ -8,7 +8,7 @@ import time
 import psycopg
 import pytest
 
-from ergon_framework import consumer
+from ergon_framework import ConsumerPolicy, consumer
 from ergon_framework.cli.app import app
 from ergon_framework.connectors.base import DeadLetter, Later
 from ergon_framework.connectors.postgres import PostgresQueue
@@ -74,10 +74,10 @@ class Shop:
             with pytest.raises(ProviderError):
                 self.pay.call("charge", {"card": SECRET}, tenant=tenant)
 
-    def takes(self, name="order-1", **fields):
+    def takes(self, name="order-1", *, max_deferral=3600, **fields):
         """Run one transaction, and have written down what there is to be written."""
         self.queue.dispatch([Transaction(name, {"card": SECRET}, **{"tenant": "acme"} | fields)])
-        self.charge.run()
+        self.charge.run(ConsumerPolicy.load({"loop": {"max_deferral": max_deferral}}))
         self.books.close()
 
 
@@ -307,7 +307,7 @@ def test_a_dead_letter_says_how_its_provider_is_now(shop):
 def test_a_dead_letter_whose_provider_is_still_held_back_says_until_when(shop):
     acme = shop(FRAGILE)
     acme.fails("acme")
-    acme.takes()
+    acme.takes(max_deferral=0)
     found = waiting("order-1")
     one = the_provider(found)
     assert (one["reason"], [hold["cause"] for hold in one["holds"]]) == ("connection_error", ["breaker"])
@@ -370,7 +370,7 @@ def test_a_shared_quota_is_spent_without_a_count(shop):
 def test_without_the_tables_of_providers_the_rest_is_told(shop, dsn):
     acme = shop(FRAGILE)
     acme.fails("acme")
-    acme.takes()
+    acme.takes(max_deferral=0)
     ask(dsn, "alter table ergon.provider_breakers rename to elsewhere")
     try:
         done = why("order-1")

@@ -128,8 +128,8 @@ def test_the_last_permitted_delivery_starts_after_those_behind_it_are_released(b
 
 @pytest.mark.spec("CON-21")
 def test_no_transaction_has_two_bodies_at_once(build):
-    world = build(process=[takes(0.05), fails(OSError()), takes(0.01)], success=[fails(OSError()), gives(None)])
-    world.offer(*"abcdef").run(policy(concurrency=3, process={"timeout": 0.03, "max_attempts": 3}))
+    world = build(process=[takes(0.5), fails(OSError()), takes(0.01)], success=[fails(OSError()), gives(None)])
+    world.offer(*"abcdef").run(policy(concurrency=3, process={"timeout": 0.3, "max_attempts": 3}))
     assert world.overlap == 1
     assert world.kinds() == dict.fromkeys("abcdef", "succeeded")
 

@@ -14,6 +14,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from ergon_framework import ConsumerPolicy
 from ergon_framework.cli.app import app
 from ergon_framework.cli.new_work import LONGEST, Broker, NewExit, rendered, write
 from ergon_framework.errors import ConfigurationError
@@ -218,7 +219,7 @@ def test_whoever_kills_a_worker_waits_longer_than_it_drains(broker):
     folder = project(broker)
     found = documents(folder)
     # As the guide says: the grace and 1 s, in which the process is gone; and the system wants some time too.
-    needed = load_policy(folder / "policy.toml").loop.drain_timeout + 2
+    needed = load_policy(folder / "policy.toml", ConsumerPolicy).loop.drain_timeout + 2
     assert found["deployment"]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] >= needed
     assert int(found["compose"]["services"]["worker"]["stop_grace_period"].removesuffix("s")) >= needed
 
