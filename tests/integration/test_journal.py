@@ -12,8 +12,8 @@ import psycopg
 import pytest
 
 from ergon_framework import Transaction
-from ergon_framework.connectors.postgres import PostgresQueue, journal
-from ergon_framework.connectors.postgres.journal import GROUP, Entry, Journal, forget, trace, write
+from ergon_framework.connectors.postgres import PostgresQueue, cleanup, journal
+from ergon_framework.connectors.postgres.journal import GROUP, Entry, Journal, trace, write
 from ergon_framework.schema import migrate
 from ergon_framework.schema.lines import Lines
 from tests.integration.metering import ask, until
@@ -206,16 +206,19 @@ def test_a_group_that_was_written_twice_is_told_once(lines):
     assert history.place.state == "queued"
 
 
+@pytest.mark.spec("DX-20")
 def test_what_is_old_is_thrown_away_a_part_at_a_time(database, lines, monkeypatch):
-    monkeypatch.setattr(journal, "_SWEPT", 3)
+    monkeypatch.setattr(cleanup, "BATCH_ROWS", 3)
     lines.run(write([entry(number) for number in range(4)], **WHO))
     lines.run(write([entry(9, at=time.time())], **WHO))
-    assert [lines.run(forget(3600.0)) for _ in range(3)] == [3, 1, 0]
+    old = cleanup.retain_journal(3600.0)
+    assert [lines.run(cleanup.delete_batch(old)) for _ in range(3)] == [3, 1, 0]
     assert [name for name, _ in rows(database)] == ["order-9"]
 
 
+@pytest.mark.spec("DX-20")
 def test_a_journal_sweeps_by_itself(database, lines, monkeypatch):
-    monkeypatch.setattr(journal, "_SWEEP", 0.0)
+    monkeypatch.setattr(cleanup, "INTERVAL_SECONDS", 0.05)
     lines.run(write([entry()], **WHO))
     kept = Journal(database, **WHO, keep=3600.0, room=10).start()
     until(lambda: rows(database) == [])

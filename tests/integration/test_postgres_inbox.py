@@ -13,7 +13,7 @@ from opentelemetry.sdk.metrics import MeterProvider
 from ergon_framework.connectors.base import Ack, Release, SettleResult
 from ergon_framework.connectors.deadletters import DeadLetterQuery
 from ergon_framework.connectors.foreign import ForeignCodec, header, pointer
-from ergon_framework.connectors.postgres import PostgresQueue
+from ergon_framework.connectors.postgres import PostgresQueue, cleanup
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.task.decorators import consumer
 from ergon_framework.telemetry import names
@@ -22,6 +22,7 @@ from ergon_framework.telemetry.options import TelemetryOptions
 from ergon_framework.transaction import Transaction
 from tests.integration.boxes import opened, taken
 from tests.integration.libraries import ASYNC, SYNC
+from tests.integration.metering import until
 from tests.servers.databases import migrated
 
 pytestmark = pytest.mark.invariant
@@ -284,7 +285,8 @@ def test_a_mark_needs_an_inbox_and_a_transaction(dsn, queue):
 
 
 @pytest.mark.spec("CNN-14")
-def test_marks_are_forgotten_when_their_days_are_over(dsn):
+def test_marks_are_forgotten_when_their_days_are_over(dsn, monkeypatch):
+    monkeypatch.setattr(cleanup, "INTERVAL_SECONDS", 0.05)
     with opened(dsn, inbox=True, inbox_days=2) as queue:
         queue.dispatch([Transaction("old"), Transaction("young")])
         taken(queue)
@@ -293,9 +295,7 @@ def test_marks_are_forgotten_when_their_days_are_over(dsn):
                 connection.execute(
                     "update ergon.inbox set at = now() - %s * interval '1 day' where transaction_id = %s", [days, name]
                 )
-        queue._tidied = float("-inf")  # an hour later
-        queue.fetch_transactions(1)
-        assert marks(dsn, queue) == ["young"]
+        until(lambda: marks(dsn, queue) == ["young"])
         queue.dispatch([Transaction("old"), Transaction("young")])
         done = {delivery.transaction.id: delivery.done for delivery in queue.fetch_transactions(10)}
         assert done == {"old": False, "young": True}

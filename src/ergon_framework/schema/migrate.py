@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,10 +19,15 @@ from sqlalchemy.exc import DBAPIError, OperationalError
 from sqlalchemy.pool import NullPool
 
 from ergon_framework.errors import ConfigurationError, ConnectionLost, ErgonError
+from ergon_framework.schema.migrations.versions import r0012_cleanup
 from ergon_framework.schema.revisions import CHAIN, SCHEMA, suffices
 
 #: Two who upgrade at once take turns.
 _TURN: Final = 0x6572676F6E
+#: Two who build indexes at once take turns; another number, because the turn above is waited for inside a transaction.
+_INDEX_TURN: Final = 0x6572676F71
+_INDEX_POLL_SECONDS: Final = 0.2
+_IS_INVALID: Final = "select not indisvalid from pg_index where indexrelid = to_regclass(:name)"
 #: Seconds to wait for a server, unless the address says otherwise.
 _PATIENCE: Final = 10
 #: Longest part of the driver's own words that is passed on.
@@ -53,8 +59,11 @@ class State:
 def upgrade(dsn: str, to: str = "head") -> State:
     """Bring the database at *dsn* to revision *to*, all of it or nothing; how far it was before.
 
-    One that a later release has upgraded is left as it is.
+    One that a later release has upgraded is left as it is. Indexes of large tables are built before, while workers
+    write; an upgrade that fails later leaves them, and they change nothing for the release before.
     """
+    if to in ("head", *CHAIN[CHAIN.index(r0012_cleanup.revision) :]):
+        _prepare_indexes(dsn)
     with _connected(dsn) as connection:
         connection.execute(text("select pg_advisory_xact_lock(:turn)"), {"turn": _TURN})
         before = _state(connection)
@@ -65,6 +74,39 @@ def upgrade(dsn: str, to: str = "head") -> State:
         command.upgrade(config, to)
         connection.commit()
     return before
+
+
+def _prepare_indexes(dsn: str) -> None:
+    """Replace the indexes that revision 0012 replaces, concurrently, where the tables are there and may be large."""
+    with _connected(dsn) as connection:
+        if not _lacks_indexes(connection):
+            return
+        # The lock is polled for: a transaction that waits for it would be one that the concurrent build waits for.
+        while not connection.execute(text("select pg_try_advisory_xact_lock(:turn)"), {"turn": _INDEX_TURN}).scalar():
+            connection.rollback()
+            time.sleep(_INDEX_POLL_SECONDS)
+        if _lacks_indexes(connection):
+            with _connected(dsn) as builder:
+                _replace_indexes(builder.execution_options(isolation_level="AUTOCOMMIT"))
+        connection.rollback()
+
+
+def _lacks_indexes(connection: Connection) -> bool:
+    """Whether there are tables, and revision 0012 is missing."""
+    state = _state(connection)
+    return state.found is not None and r0012_cleanup.revision in state.missing
+
+
+def _replace_indexes(connection: Connection) -> None:
+    for name, columns in r0012_cleanup.INDEXES.items():
+        if connection.execute(text("select to_regclass(:table)"), {"table": columns.split()[0]}).scalar() is None:
+            continue
+        # A build that was cut off leaves an index that is invalid, and that no query may use.
+        if connection.execute(text(_IS_INVALID), {"name": f"{SCHEMA}.{name}"}).scalar():
+            connection.execute(text(f"drop index concurrently {SCHEMA}.{name}"))
+        connection.execute(text(f"create index concurrently if not exists {name} on {columns}"))
+    for name in r0012_cleanup.UNUSED:
+        connection.execute(text(f"drop index concurrently if exists {SCHEMA}.{name}"))
 
 
 def check(dsn: str) -> State:

@@ -10,6 +10,7 @@ from typing import Final
 
 from ergon_framework.connectors.base import ConnectorError
 from ergon_framework.connectors.postgres import statements
+from ergon_framework.connectors.postgres.cleanup import Cleanup
 from ergon_framework.connectors.postgres.doorbell import Doorbell
 from ergon_framework.connectors.postgres.durability import Durability, judged
 from ergon_framework.connectors.postgres.tenure import Tenure
@@ -36,6 +37,7 @@ class Home:
         self.lines = Lines(dsn, other=ConnectorError)
         self.tenure = Tenure(lease)
         self.doorbell = Doorbell(self.lines)
+        self.cleanup = Cleanup(dsn)
         #: None before anybody has looked.
         self.durability: Durability | None = None
         self.users = 0

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 from ergon_framework.connectors.base import ConnectorError
+from ergon_framework.connectors.postgres.cleanup import Cleanup, retain_journal
 from ergon_framework.connectors.tracing import MOST
 from ergon_framework.errors import ErgonError
 from ergon_framework.history import Event, History, Kind, Place, State, Value
@@ -30,9 +31,6 @@ PAUSE: Final = 0.5
 #: Seconds that one statement may take, and between two attempts at an outage or a missing table.
 _WITHIN: Final = 10.0
 _LONGEST_PAUSE: Final = 15.0
-#: Seconds between two rounds of retention, and how many rows one throws away.
-_SWEEP: Final = 60.0
-_SWEPT: Final = 10_000
 #: Seconds between two warnings that rows were dropped.
 _WARN: Final = 10.0
 
@@ -47,13 +45,6 @@ from jsonb_to_recordset(%(rows)s::jsonb) as r(
     at float8, transaction_id text, correlation text, tenant text, outcome text, category text, code text,
     reason text, error text, attempts integer, seconds float8, tries jsonb
 )
-"""
-_FORGET: Final = """
-with old as (
-    select ctid from ergon.journal where at < now() - make_interval(secs => %(seconds)s) limit %(most)s
-),
-gone as (delete from ergon.journal where ctid = any(array(select ctid from old)) returning 1)
-select count(*) from gone
 """
 #: A database of an earlier release has none.
 _THERE: Final = "select to_regclass('ergon.journal') is not null"
@@ -91,12 +82,6 @@ def write(entries: Sequence[Entry], *, task: str, queue: str, worker: str) -> Op
     yield Query(_WRITE, {"rows": clean, "task": task, "queue": queue, "worker": worker})
 
 
-def forget(seconds: float) -> Operation[int]:
-    """Throw away what is older, so much at a time; how many rows that were."""
-    ((gone,),) = yield Query(_FORGET, {"seconds": seconds, "most": _SWEPT})
-    return int(gone)
-
-
 # -- for workers ----------------------------------------------------------------------------------------
 
 
@@ -117,7 +102,8 @@ class Journal:
     def __init__(self, dsn: str, *, task: str, queue: str, worker: str, keep: float, room: int) -> None:
         self._lines = Lines(dsn, most=1, other=RefusedError)
         self._who = {"task": task, "queue": queue, "worker": worker}
-        self._keep = keep
+        self._cleanup = Cleanup(dsn)
+        self._retention = retain_journal(keep)
         self._room = room
         self._lock = threading.Lock()
         self._waiting: deque[Entry] = deque()
@@ -128,7 +114,6 @@ class Journal:
         #: How many are to be written alone, because one among them was refused.
         self._alone = 0
         self._lost = False
-        self._swept = time.monotonic()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._work, name="ergon-journal", daemon=True)
 
@@ -158,9 +143,11 @@ class Journal:
     # -- its thread -------------------------------------------------------------------------------------
 
     def _work(self) -> None:
+        end_retention = self._cleanup.add(self._retention)
         pause = PAUSE
         while not self._over.wait(pause):
             pause = PAUSE if self._round() else min(2 * pause, _LONGEST_PAUSE)
+        end_retention()
         self._round()
         self._lines.close()
 
@@ -169,9 +156,6 @@ class Journal:
         try:
             while (group := self._group()).entries:
                 self._write(group)
-            if time.monotonic() - self._swept >= _SWEEP:
-                self._swept = time.monotonic()
-                self._lines.run(forget(self._keep), within=_WITHIN)
         except ErgonError as error:
             if not self._lost:
                 self._lost = True

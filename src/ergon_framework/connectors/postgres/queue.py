@@ -27,7 +27,7 @@ from ergon_framework.connectors.base import (
 )
 from ergon_framework.connectors.codec import Codec, JsonCodec
 from ergon_framework.connectors.deadletters import DeadLetterQuery, DeadLetterRecord, ReplayResult
-from ergon_framework.connectors.postgres import burials, callers, statements, tracing
+from ergon_framework.connectors.postgres import burials, callers, cleanup, statements, tracing
 from ergon_framework.connectors.postgres.claiming import Claiming
 from ergon_framework.connectors.postgres.dispatching import Dispatch, dispatch
 from ergon_framework.connectors.postgres.examining import examined
@@ -55,10 +55,6 @@ _BEHIND: Final = 5.0
 #: Seconds that a cancelled fetch may take to give back what it claimed.
 _GIVE_BACK: Final = 1.0
 _DAY: Final = 86_400.0
-#: Seconds between two rounds of throwing away what is too old; how much at a time, and how often at most.
-_TIDY: Final = 300.0
-_MOST: Final = 5_000
-_ROUNDS: Final = 20
 _MARK: Final = callers.Template("""
 insert into ergon.inbox (queue, transaction_id)
 select coalesce(
@@ -109,7 +105,8 @@ class PostgresQueue(Connector, AsyncConnector):
         self._number: int | None = None
         self._listening = 0
         self._unhang: Callable[[], None] | None = None
-        self._tidied = time.monotonic()
+        #: Ends the retention of marks and dead letters; None before the first fetch.
+        self._end_retention: list[Callable[[], None]] | None = None
 
     def __repr__(self) -> str:
         return f"PostgresQueue({self._name!r})"
@@ -152,6 +149,7 @@ class PostgresQueue(Connector, AsyncConnector):
             if self._home is not None and self._home.owner != os.getpid():
                 # Kept, so that nobody collects connections that are the parent's.
                 self._inherited, self._home, self._number, self._unhang = self._home, None, None, None
+                self._end_retention = None
             if self._home is None:
                 self._home = home_of(self._address(), self._lease)
                 self._claiming = Claiming(
@@ -224,6 +222,9 @@ class PostgresQueue(Connector, AsyncConnector):
         """The home that is left, and whether nobody else in this process lives there."""
         with self._lock:
             home, self._home, self._number = self._home, None, None
+            for end in self._end_retention or ():
+                end()
+            self._end_retention = None
             if self._unhang is not None:
                 self._unhang()
                 self._unhang = None
@@ -318,26 +319,24 @@ class PostgresQueue(Connector, AsyncConnector):
         # The dead first, even if it is oneself: what nobody renewed for a lease is nobody's.
         if (yield from home.reaped()):
             self._arrivals.arrived()
-        yield from self._tidy(number)
+        if self._end_retention is None:
+            self._start_cleanup(home, number)
         if self._settler.owes:
             yield from self._settler.pay(number)
         return (yield from self._claiming.claim(number, count, asks=self._listening > 0 and home.doorbell.hears))
 
-    def _tidy(self, number: int) -> Operation[None]:
-        """Now and then throw away what is older than it is to get, a little at a time."""
-        if time.monotonic() < self._tidied + _TIDY:
-            return
-        self._tidied = time.monotonic()
-        if self._inbox:
-            yield from self._forget(statements.FORGET_MARKS, number, self._inbox_days)
-        if self._dead_days is not None:
-            yield from self._forget(statements.FORGET_DEAD, number, self._dead_days)
-
-    def _forget(self, sql: str, number: int, days: float) -> Operation[None]:
-        for _ in range(_ROUNDS):
-            ((gone,),) = yield Query(sql, {"queue": number, "seconds": days * _DAY, "most": _MOST})
-            if gone < _MOST:
+    def _start_cleanup(self, home: Home, number: int) -> None:
+        """Have old marks and dead letters deleted while this queue is open; a queue that only sends does not."""
+        with self._lock:
+            if self._end_retention is not None or self._home is not home:
                 return
+            self._end_retention = []
+            if self._inbox:
+                marks = cleanup.retain_marks(number, self._inbox_days * _DAY)
+                self._end_retention.append(home.cleanup.add(marks))
+            if self._dead_days is not None:
+                dead_letters = cleanup.retain_dead_letters(number, self._dead_days * _DAY)
+                self._end_retention.append(home.cleanup.add(dead_letters))
 
     # -- settle and renew -------------------------------------------------------------------------------
 

@@ -487,15 +487,4 @@ select
 
 # -- keeping house ----------------------------------------------------------------------------------
 
-_FORGET: Final = """
-with old as (
-    select ctid from ergon.{table} where queue = %(queue)s and at < now() - %(seconds)s * interval '1 second'
-    limit %(most)s
-),
-gone as (delete from ergon.{table} where ctid = any(array(select ctid from old)) returning 1)
-select count(*) from gone
-"""
-FORGET_MARKS: Final = _FORGET.format(table="inbox")
-FORGET_DEAD: Final = _FORGET.format(table="dead_letter")
-
 FORGET_SLEEPERS: Final = "delete from ergon.sleeper where until < now() - interval '1 minute'"

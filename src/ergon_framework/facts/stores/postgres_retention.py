@@ -16,6 +16,8 @@ from ergon_framework.schema.operation import BEGIN, COMMIT, ROLLBACK, Operation,
 
 #: Rows that are removed in one go.
 _PART: Final = 10_000
+#: Ids that one statement reads.
+_IDS_PART: Final = 1_000
 _LARGEST: Final = 2**62
 
 
@@ -59,9 +61,13 @@ def _emptied(table: str, where: str) -> Operation[None]:
 def forget_ids(store: Store, latest_ms: int) -> Operation[None]:
     """Forget ids that were kept since before *latest_ms*, and whose facts are gone."""
     yield from store.opened()
-    part = _PART
-    while part == _PART:
-        ((part,),) = yield Query(statements.FORGET_IDS, {"latest": latest_ms, "part": _PART})
+    for (log,) in (yield Query(statements.LOGS)):
+        deleted = read = _IDS_PART
+        since = 0
+        # Ids whose facts are retained are read once and end the log: they are the oldest when a reader is behind.
+        while read == _IDS_PART and 2 * deleted >= read:
+            asked = {"log": log, "since": since, "latest": latest_ms, "part": _IDS_PART}
+            ((deleted, read, since),) = yield Query(statements.FORGET_IDS, asked)
 
 
 def drop_objects(store: Store, before_ms: int) -> Operation[int]:

@@ -256,13 +256,20 @@ where c.digest = decode(%(digest)s, 'hex')
     and not exists (select 1 from ergon.fact_objects o where o.digest = c.digest)
 """
 
-#: Never an id whose fact is retained.
+#: Never an id whose fact is retained. Within a log, times and offsets grow together: a batch of the oldest that has few
+#: to delete is followed by none. The result is how many were deleted, how many were read, and the time of the last.
 FORGET_IDS: Final = """
-with gone as (
-    delete from ergon.fact_ids where ctid = any (array(
-        select i.ctid from ergon.fact_ids i join ergon.fact_log l on l.id = i.log
-        where i.kept_at < %(latest)s and i.fact_offset <= l.dropped limit %(part)s
-    )) returning 1
+with old as materialized (
+    select i.place, i.kept_at, i.fact_offset <= l.dropped as is_dropped
+    from ergon.fact_log l cross join lateral (
+        select k.ctid as place, k.kept_at, k.fact_offset from ergon.fact_ids k
+        where k.log = l.id and k.kept_at >= %(since)s and k.kept_at < %(latest)s
+        order by k.log, k.kept_at limit %(part)s
+    ) i
+    where l.id = %(log)s
+),
+gone as (
+    delete from ergon.fact_ids where ctid = any (array(select place from old where is_dropped)) returning 1
 )
-select count(*) from gone
+select (select count(*) from gone), count(*), max(kept_at) from old
 """

@@ -1,0 +1,269 @@
+"""Clean-up beside work: 10,000,000 inbox marks, journal rows and fact ids, of which a twentieth is too old.
+
+python bench/postgres/cleanup.py                  the full size, about 15 minutes; exit 1 where a target is missed
+python bench/postgres/cleanup.py --rows 200000    to see that it runs
+
+It measures what an index by age adds to an insert, what every clean-up statement reads beside what it deletes, how long
+all of a clean-up takes, and how long fetches take while it runs, beside fetches before it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import threading
+import time
+
+import psycopg
+from ground import PAYLOAD, PostgresQueue, median, quantile, say, server
+
+from ergon_framework.connectors.base import Ack
+from ergon_framework.connectors.postgres import cleanup
+from ergon_framework.facts.stores import postgres_statements
+from ergon_framework.facts.stores.postgres import PostgresBoundary
+from ergon_framework.schema.lines import Lines
+
+DAY = 86_400.0
+#: Of all rows, one in so many is too old.
+SHARE = 20
+#: A fetch may take so many milliseconds longer at p99 while clean-up runs, or so many times as long.
+MORE_MS, TIMES = 50.0, 3.0
+
+FILL = {
+    "inbox": """
+        insert into ergon.inbox (queue, transaction_id, at)
+        select %(queue)s, md5(i::text), now() - interval '30 days' * (1 - i::float8 / %(rows)s)
+        from generate_series(%(first)s, %(last)s) i""",
+    "journal": """
+        insert into ergon.journal (at, transaction_id, task, queue, outcome, attempts, seconds, worker)
+        select now() - interval '30 days' * (1 - i::float8 / %(rows)s), md5(i::text), 't', 'q', 'succeeded', 1, 0.1, 'w'
+        from generate_series(%(first)s, %(last)s) i""",
+    "fact_ids": """
+        insert into ergon.fact_ids (from_zone, message_id, digest, log, fact_offset, epoch, kept_at)
+        select 'a', md5(i::text), sha256(i::text::bytea), %(log)s, i, %(epoch)s,
+            (extract(epoch from now()) * 1000 - 30 * 86400000.0 * (1 - i::float8 / %(rows)s))::bigint
+        from generate_series(%(first)s, %(last)s) i""",
+}
+INDEXES = {
+    "inbox": ("inbox_age", "ergon.inbox (queue, at)"),
+    "journal": ("journal_age", "ergon.journal (at)"),
+    "fact_ids": ("fact_ids_age", "ergon.fact_ids (log, kept_at)"),
+}
+LOG = """
+with epoch as (insert into ergon.fact_epochs (epoch) values ('bench') returning id)
+insert into ergon.fact_log (from_zone, to_zone, forwarded, epoch, last, dropped)
+select 'a', 'b', false, id, %(rows)s, %(rows)s from epoch returning id, epoch
+"""
+
+
+def read_rows(plan):
+    """Rows that the scans of tables in *plan* have read, those included that a filter removed."""
+    own = 0
+    if "Relation Name" in plan and plan["Node Type"] != "ModifyTable":
+        own = round((plan["Actual Rows"] + plan.get("Rows Removed by Filter", 0)) * plan["Actual Loops"])
+    return own + sum(read_rows(child) for child in plan.get("Plans", ()))
+
+
+def fill(connection, rows, values):
+    """Fill the tables part by part; seconds of each table."""
+    took = {}
+    for table, sql in FILL.items():
+        began = time.perf_counter()
+        for first in range(1, rows + 1, 500_000):
+            last = min(rows, first + 499_999)
+            connection.execute(sql, {**values, "rows": rows, "first": first, "last": last})
+        took[table] = round(time.perf_counter() - began, 1)
+        connection.execute(f"vacuum (analyze) ergon.{table}")
+        say(f"{table}: {rows:,} rows in {took[table]} s")
+    return took
+
+
+def insert_cost(connection, rows, values):
+    """Microseconds per inserted row with the index by age and without it, in turns."""
+    found = {}
+    for table, sql in FILL.items():
+        name, columns = INDEXES[table]
+        given = {**values, "rows": rows * 2}
+        first, took = rows + 1, {True: [], False: []}
+        for _ in range(5):
+            for has_index in (True, False):
+                connection.execute("begin")
+                if not has_index:
+                    connection.execute(f"drop index ergon.{name}")
+                began = time.perf_counter()
+                connection.execute(sql, {**given, "first": first, "last": first + 19_999})
+                took[has_index].append((time.perf_counter() - began) / 20_000 * 1e6)
+                connection.execute("rollback")
+        found[table] = {"with": round(median(took[True]), 2), "without": round(median(took[False]), 2), "on": columns}
+        say(f"{table}: an insert takes {found[table]['with']} us with {name}, {found[table]['without']} us without")
+    return found
+
+
+def explain(dsn, statements):
+    """Rows read and deleted by one batch of each statement, inside a transaction that is rolled back."""
+    found = {}
+    with Lines(dsn).connect() as session:
+        for table, (sql, values) in statements.items():
+            began = time.perf_counter()
+            session.execute("begin")
+            row = session.execute(f"explain (analyze, format json) {sql}", values).fetchone()
+            session.execute("rollback")
+            plan = row[0][0]["Plan"]
+            found[table] = {
+                "read": read_rows(plan),
+                "deleted": values.get("most", values.get("part")),
+                "ms": round((time.perf_counter() - began) * 1e3, 1),
+            }
+            say(f"{table}: {json.dumps(found[table])}")
+            say("\n".join(lines_of(plan)))
+    return found
+
+
+def lines_of(plan, depth=1):
+    name = " ".join(str(plan[key]) for key in ("Node Type", "Relation Name", "Index Name") if key in plan)
+    yield f"{'  ' * depth}{name}: {plan['Actual Rows']} rows, {plan.get('Rows Removed by Filter', 0)} removed by filter"
+    for child in plan.get("Plans", ()):
+        yield from lines_of(child, depth + 1)
+
+
+def fetches(queue, seconds, is_over):
+    """Milliseconds of each fetch of a worker that dispatches, fetches and acks, for *seconds* or until *is_over*."""
+    took = []
+    until = time.monotonic() + seconds
+    while time.monotonic() < until and not is_over():
+        queue.dispatch([queue.transaction(PAYLOAD) for _ in range(10)])
+        began = time.perf_counter()
+        deliveries = queue.fetch_transactions(100)
+        took.append((time.perf_counter() - began) * 1e3)
+        queue.settle([(delivery, Ack()) for delivery in deliveries])
+    return took
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=10_000_000)
+    rows = parser.parse_args().rows
+    with server() as (_, dsn):
+        result = measure(dsn, rows)
+    print(json.dumps(result))
+    return 0 if result["ok"] else 1
+
+
+def measure(dsn, rows):
+    queue = PostgresQueue("bench", dsn=dsn, inbox=True)
+    queue.open()
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        (number,) = connection.execute("select ergon.make_queue('bench')").fetchone()
+        log, epoch = connection.execute(LOG, {"rows": rows * 2}).fetchone()
+        values = {"queue": number, "log": log, "epoch": epoch}
+        filled = fill(connection, rows, values)
+        inserts = insert_cost(connection, rows, values)
+        connection.execute("checkpoint")
+        calm = fetches(queue, 20.0, lambda: False)
+        say(f"fetch before clean-up: p50 {quantile(calm, 0.5):.1f} ms, p99 {quantile(calm, 0.99):.1f} ms")
+        keep = 30 * DAY * (1 - 1 / SHARE)
+        latest = int(time.time() * 1000 - keep * 1000)
+        plans = explain(
+            dsn,
+            {
+                "inbox": (cleanup.DELETE_MARKS, {"queue": number, "seconds": keep, "most": cleanup.BATCH_ROWS}),
+                "journal": (cleanup.DELETE_JOURNAL, {"seconds": keep, "most": cleanup.BATCH_ROWS}),
+                "fact_ids": (
+                    postgres_statements.FORGET_IDS,
+                    {"log": log, "since": 0, "latest": latest, "part": 1_000},
+                ),
+            },
+        )
+        cleaned, busy = clean(dsn, queue, number, keep)
+        left = {table: connection.execute(f"select count(*) from ergon.{table}").fetchone()[0] for table in FILL}
+        idle = explain_nothing(dsn, number, keep, log, latest)
+    queue.close()
+    fetch = {
+        "before_p50_ms": round(quantile(calm, 0.5), 2),
+        "before_p99_ms": round(quantile(calm, 0.99), 2),
+        "during_p50_ms": round(quantile(busy, 0.5), 2),
+        "during_p99_ms": round(quantile(busy, 0.99), 2),
+        "during_max_ms": round(max(busy), 2),
+        "fetches": len(busy),
+    }
+    allowed = max(TIMES * fetch["before_p99_ms"], fetch["before_p99_ms"] + MORE_MS)
+    bars = {
+        f"rows read for one batch of {table}": {
+            "value": plan["read"],
+            "bar": 2 * plan["deleted"] + 1_000,
+            "ok": plan["read"] <= 2 * plan["deleted"] + 1_000,
+        }
+        for table, plan in plans.items()
+    }
+    bars |= {
+        f"rows of {table} read when nothing is old": {"value": read, "bar": 1_000, "ok": read <= 1_000}
+        for table, read in idle.items()
+    }
+    bars["p99 of a fetch during clean-up, ms"] = {
+        "value": fetch["during_p99_ms"],
+        "bar": round(allowed, 2),
+        "ok": fetch["during_p99_ms"] <= allowed,
+    }
+    return {
+        "rows": rows,
+        "fill_s": filled,
+        "insert_us": inserts,
+        "plans": plans,
+        "clean_up_s": cleaned,
+        "left": left,
+        "fetch": fetch,
+        "bars": bars,
+        "ok": all(bar["ok"] for bar in bars.values()),
+    }
+
+
+def clean(dsn, queue, number, keep):
+    """Seconds that the clean-up of each table takes, and the fetches meanwhile."""
+    took = {}
+
+    def work():
+        for table, retention in {
+            "inbox": cleanup.retain_marks(number, keep),
+            "journal": cleanup.retain_journal(keep),
+        }.items():
+            began = time.perf_counter()
+            cleaner = cleanup.Cleanup(dsn)
+            end = cleaner.add(retention)
+            cleaner.delete_expired(threading.Event())
+            end()
+            took[table] = round(time.perf_counter() - began, 1)
+            say(f"{table}: cleaned in {took[table]} s")
+        began = time.perf_counter()
+        with PostgresBoundary(dsn, identity_retention=keep, accept_loss=True) as store:
+            store.prune(0)
+        took["fact_ids"] = round(time.perf_counter() - began, 1)
+        say(f"fact_ids: cleaned in {took['fact_ids']} s")
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    busy = fetches(queue, 3600.0, lambda: not thread.is_alive())
+    thread.join()
+    return took, busy
+
+
+def explain_nothing(dsn, number, keep, log, latest):
+    """Rows that each statement reads once nothing is old any more; nothing is older than all rows."""
+    older = keep + 10 * DAY
+    asked = {
+        "inbox": (cleanup.DELETE_MARKS, {"queue": number, "seconds": older, "most": cleanup.BATCH_ROWS}),
+        "journal": (cleanup.DELETE_JOURNAL, {"seconds": older, "most": cleanup.BATCH_ROWS}),
+        "fact_ids": (
+            postgres_statements.FORGET_IDS,
+            {"log": log, "since": 0, "latest": latest - int(10 * DAY * 1000), "part": 1_000},
+        ),
+    }
+    found = {}
+    with Lines(dsn).connect() as session:
+        for table, (sql, values) in asked.items():
+            row = session.execute(f"explain (analyze, format json) {sql}", values).fetchone()
+            found[table] = read_rows(row[0][0]["Plan"])
+    return found
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,282 @@
+"""Clean-up in PostgreSQL: it reads little more than it deletes, is bounded, and runs apart from every fetch."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+import uuid
+
+import psycopg
+import pytest
+
+from ergon_framework.connectors.base import ConnectorError
+from ergon_framework.connectors.postgres import PostgresQueue, cleanup
+from ergon_framework.connectors.postgres.cleanup import Cleanup, delete_batch
+from ergon_framework.facts.stores import postgres_statements
+from ergon_framework.schema import migrate
+from ergon_framework.schema.lines import Lines
+from ergon_framework.schema.migrations.versions import r0012_cleanup
+from ergon_framework.task.decorators import consumer
+from ergon_framework.task.mixins.policies import ConsumerPolicy
+from ergon_framework.transaction import Transaction
+from tests.servers.databases import migrated
+
+ROWS = 100_000
+OLD = 3_000
+BATCH = 1_000
+QUEUE = 7
+
+#: A month of rows, evenly spread; ages in seconds from *oldest* down to 0.
+FILL = {
+    "inbox": f"""
+        insert into ergon.inbox (queue, transaction_id, at)
+        select {QUEUE}, md5(i::text), now() - interval '30 days' * (1 - i::float8 / %(rows)s)
+        from generate_series(1, %(rows)s) i""",
+    "dead_letter": f"""
+        insert into ergon.dead_letter (queue, transaction_id, reason, deliveries, readable, headers, body, at)
+        select {QUEUE}, md5(i::text), 'broken', 1, true, '{{}}', '',
+            now() - interval '30 days' * (1 - i::float8 / %(rows)s)
+        from generate_series(1, %(rows)s) i""",
+    "journal": """
+        insert into ergon.journal (at, transaction_id, task, queue, outcome, attempts, seconds, worker)
+        select now() - interval '30 days' * (1 - i::float8 / %(rows)s), md5(i::text), 't', 'q', 'succeeded', 1, 0.1, 'w'
+        from generate_series(1, %(rows)s) i""",
+    "fact_ids": """
+        with epoch as (insert into ergon.fact_epochs (epoch) values ('one') returning id),
+        log as (
+            insert into ergon.fact_log (from_zone, to_zone, forwarded, epoch, last, dropped)
+            select 'a', 'b', false, id, %(rows)s, %(rows)s from epoch returning id, epoch
+        )
+        insert into ergon.fact_ids (from_zone, message_id, digest, log, fact_offset, epoch, kept_at)
+        select 'a', md5(i::text), '', log.id, i, log.epoch, i from log, generate_series(1, %(rows)s) i""",
+}
+
+
+@pytest.fixture
+def dsn(postgres):
+    return migrated(postgres)
+
+
+def statements(dsn):
+    """Every clean-up statement with parameters by which OLD rows are too old, and a batch of BATCH rows."""
+    seconds = 30 * 86_400 * (1 - OLD / ROWS)
+    of_queue = {"queue": QUEUE, "seconds": seconds, "most": BATCH}
+    with psycopg.connect(dsn) as connection:
+        found = connection.execute("select id from ergon.fact_log").fetchone()
+    return {
+        "inbox": (cleanup.DELETE_MARKS, of_queue),
+        "dead_letter": (cleanup.DELETE_DEAD_LETTERS, of_queue),
+        "journal": (cleanup.DELETE_JOURNAL, {"seconds": seconds, "most": BATCH}),
+        "fact_ids": (
+            postgres_statements.FORGET_IDS,
+            {"log": found[0] if found else 0, "since": 0, "latest": OLD, "part": BATCH},
+        ),
+    }
+
+
+def examined(plan):
+    """Rows that the scans of tables in *plan* have read, those included that a filter removed."""
+    own = 0
+    if "Relation Name" in plan and plan["Node Type"] != "ModifyTable":
+        removed = plan.get("Rows Removed by Filter", 0) + plan.get("Rows Removed by Index Recheck", 0)
+        own = round((plan["Actual Rows"] + removed) * plan["Actual Loops"])
+    return own + sum(examined(child) for child in plan.get("Plans", ()))
+
+
+@pytest.mark.spec("DX-20")
+@pytest.mark.parametrize("is_analyzed", [True, False], ids=["analyzed", "never-analyzed"])
+@pytest.mark.parametrize("table", FILL)
+def test_a_clean_up_statement_reads_at_most_twice_what_it_deletes(dsn, table, is_analyzed):
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        if not is_analyzed:
+            connection.execute(f"alter table ergon.{table} set (autovacuum_enabled = off)")
+        connection.execute(FILL[table], {"rows": ROWS})
+        if is_analyzed:
+            connection.execute(f"analyze ergon.{table}")
+    sql, parameters = statements(dsn)[table]
+    with Lines(dsn).connect() as session:
+        for _ in range(OLD // BATCH):
+            row = session.execute(f"explain (analyze, format json) {sql}", parameters).fetchone()
+            assert examined(row[0][0]["Plan"]) <= 2 * BATCH + 1_000, row[0]
+        row = session.execute(f"explain (analyze, format json) {sql}", parameters).fetchone()
+        assert examined(row[0][0]["Plan"]) <= 1_000, row[0]
+        (left,) = session.execute(f"select count(*) from ergon.{table}").fetchone()
+    assert left == pytest.approx(ROWS - OLD, abs=10)
+
+
+@pytest.mark.spec("DX-20", "FAC-11")
+def test_ids_of_retained_facts_are_not_read_again_and_again(dsn):
+    """A reader that is behind keeps facts: their ids stay, whatever their age, and clean-up stops at them."""
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        connection.execute(FILL["fact_ids"], {"rows": ROWS})
+        connection.execute("update ergon.fact_log set dropped = 10")
+    sql, parameters = statements(dsn)["fact_ids"]
+    parameters["latest"] = ROWS
+    with Lines(dsn).connect() as session:
+        assert session.execute(sql, parameters).fetchone() == (10, BATCH, BATCH)
+        row = session.execute(f"explain (analyze, format json) {sql}", parameters).fetchone()
+        assert examined(row[0][0]["Plan"]) <= BATCH + 2
+
+
+# -- apart from every fetch -------------------------------------------------------------------------------------
+
+
+def marks(dsn):
+    with psycopg.connect(dsn) as connection:
+        return {row[0] for row in connection.execute("select transaction_id from ergon.inbox")}
+
+
+def mark(dsn, queue, names, days):
+    with psycopg.connect(dsn) as connection:
+        connection.execute(
+            "insert into ergon.inbox (queue, transaction_id, at) "
+            "select ergon.make_queue(%s), name, now() - %s * interval '1 day' from unnest(%s::text[]) as name",
+            [queue.name, days, names],
+        )
+
+
+def streaming():
+    return ConsumerPolicy.load({"loop": {"streaming": True, "empty_queue": {"backoff": 0.02, "cap": 0.02}}})
+
+
+def run_threads(queue, until):
+    @consumer(queue, policy=streaming())
+    def handle(payload):
+        pass
+
+    thread = threading.Thread(target=handle.run, daemon=True)
+    thread.start()
+    until()
+    handle.stop()
+    thread.join(30)
+    queue.close()
+
+
+def run_asyncio(queue, until):
+    @consumer(queue, policy=streaming())
+    async def handle(payload):
+        pass
+
+    async def both():
+        loop = asyncio.create_task(handle.run())
+        await asyncio.to_thread(until)
+        handle.stop()
+        await loop
+        await queue.close_async()
+
+    asyncio.run(both())
+
+
+def wait_for(condition):
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+VARIANTS = pytest.mark.parametrize("run", [run_threads, run_asyncio], ids=["threads", "asyncio"])
+
+
+@VARIANTS
+@pytest.mark.spec("DX-20", "CNN-14")
+def test_a_worker_deletes_old_marks_in_a_thread_that_ends_with_its_queue(dsn, monkeypatch, run):
+    monkeypatch.setattr(cleanup, "INTERVAL_SECONDS", 0.05)
+    queue = PostgresQueue(f"orders-{uuid.uuid4().hex[:8]}", dsn=dsn, inbox=True, inbox_days=2)
+    mark(dsn, queue, ["old"], 2.1)
+    mark(dsn, queue, ["young"], 1.9)
+    run(queue, lambda: wait_for(lambda: marks(dsn) == {"young"}))
+    wait_for(lambda: "ergon-cleanup" not in {thread.name for thread in threading.enumerate()})
+
+
+@VARIANTS
+@pytest.mark.spec("DX-20")
+def test_a_clean_up_that_cannot_go_on_delays_no_fetch_and_ends_no_worker(dsn, monkeypatch, caplog, run):
+    monkeypatch.setattr(cleanup, "INTERVAL_SECONDS", 0.05)
+    queue = PostgresQueue(f"orders-{uuid.uuid4().hex[:8]}", dsn=dsn, inbox=True)
+    mark(dsn, queue, ["old"], 31)
+    sender = PostgresQueue(queue.name, dsn=dsn)
+
+    def until():
+        wait_for(lambda: "clean-up failed" in caplog.messages)
+        for number in range(20):
+            began = time.monotonic()
+            sender.dispatch([Transaction(f"order-{number}", number)])
+            wait_for(lambda number=number: f"order-{number}" in marks(dsn))
+            assert time.monotonic() - began < 5.0
+
+    with psycopg.connect(dsn) as holder:
+        holder.execute("select from ergon.inbox for update")  # the old mark cannot be deleted while this is open
+        run(queue, until)
+        assert "old" in marks(dsn)
+    sender.close()
+
+
+@pytest.mark.spec("DX-20")
+def test_one_process_at_a_time_cleans_a_table(dsn):
+    queue = PostgresQueue("orders", dsn=dsn, inbox=True)
+    mark(dsn, queue, ["old"], 31)
+    with psycopg.connect(dsn) as other:
+        (number,) = other.execute("select ergon.make_queue('orders')").fetchone()
+        retention = cleanup.retain_marks(number, 30 * 86_400.0)
+        lines = Lines(dsn, other=ConnectorError)
+        other.execute("select pg_advisory_xact_lock(%s, hashtext(%s))", [cleanup._LOCK_CLASS, retention.name])
+        assert lines.run(delete_batch(retention)) == 0
+        other.rollback()
+        assert lines.run(delete_batch(retention)) == 1
+        lines.close()
+
+
+@pytest.mark.spec("DX-20")
+def test_a_round_deletes_all_that_is_old_batch_by_batch_until_it_is_stopped(dsn, monkeypatch):
+    monkeypatch.setattr(cleanup, "BATCH_ROWS", 10)
+    queue = PostgresQueue("orders", dsn=dsn, inbox=True)
+    mark(dsn, queue, [f"old-{number}" for number in range(45)], 31)
+    with psycopg.connect(dsn) as connection:
+        (number,) = connection.execute("select ergon.make_queue('orders')").fetchone()
+    cleaner = Cleanup(dsn)
+    end = cleaner.add(cleanup.retain_marks(number, 30 * 86_400.0))
+    stopped = threading.Event()
+    stopped.set()
+    cleaner.delete_expired(stopped)
+    assert len(marks(dsn)) == 45
+    cleaner.delete_expired(threading.Event())
+    assert marks(dsn) == set()
+    end()
+
+
+# -- the upgrade ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.spec("DX-20", "RUN-08")
+def test_an_upgrade_builds_the_indexes_while_workers_write(postgres):
+    dsn = postgres.create_database(f"cleanup_{uuid.uuid4().hex[:8]}")
+    migrate.upgrade(dsn, r0012_cleanup.down_revision)
+    insert = "insert into ergon.inbox (queue, transaction_id) values (1, %s)"
+    with psycopg.connect(dsn) as writer, psycopg.connect(dsn, autocommit=True) as other:
+        writer.execute(insert, ["open"])
+        thread = threading.Thread(target=migrate.upgrade, args=(dsn,))
+        thread.start()
+        # It waits for the open transaction, and lets everybody else write meanwhile.
+        waiting = "select count(*) from pg_stat_activity where wait_event_type = 'Lock' and query ilike '%%index%%'"
+        wait_for(lambda: other.execute(waiting).fetchone() == (1,))
+        other.execute("set statement_timeout = '5s'")
+        other.execute(insert, ["meanwhile"])
+        writer.commit()
+        thread.join(60)
+        assert not thread.is_alive()
+    assert migrate.check(dsn).missing == ()
+
+
+@pytest.mark.spec("DX-20", "RUN-08")
+def test_an_upgrade_builds_an_index_anew_that_was_cut_off(postgres):
+    dsn = postgres.create_database(f"cleanup_{uuid.uuid4().hex[:8]}")
+    migrate.upgrade(dsn, r0012_cleanup.down_revision)
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        connection.execute("create index inbox_age on ergon.inbox (queue, at)")
+        connection.execute("update pg_index set indisvalid = false where indexrelid = 'ergon.inbox_age'::regclass")
+        migrate.upgrade(dsn)
+        names = "select relname from pg_index join pg_class on oid = indexrelid where not indisvalid"
+        assert connection.execute(names).fetchall() == []
+        found = connection.execute("select indexname from pg_indexes where indexname in ('inbox_age', 'inbox_at')")
+        assert found.fetchall() == [("inbox_age",)]
