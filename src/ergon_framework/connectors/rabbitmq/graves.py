@@ -18,9 +18,10 @@ from pika.adapters.blocking_connection import BlockingChannel
 from pika.exceptions import AMQPError, ChannelClosedByBroker, NackError, UnroutableError
 
 from ergon_framework.connectors.base import DeadLetter, Delivery
-from ergon_framework.connectors.codec import Codec, UnencodableError, decode
+from ergon_framework.connectors.codec import Codec, UnencodableError
 from ergon_framework.connectors.deadletters import Became, DeadLetterQuery, DeadLetterRecord, ReplayResult
 from ergon_framework.connectors.rabbitmq import topology
+from ergon_framework.connectors.rabbitmq.fields import FaithfulSelectConnection
 from ergon_framework.connectors.rabbitmq.message import Message, Outgoing, Receipt, fresh
 from ergon_framework.errors import ConnectionLost
 
@@ -155,11 +156,13 @@ class Graves:
         deaths: Any = message.table.get("x-death")
         first = deaths[0] if isinstance(deaths, list) and deaths and isinstance(deaths[0], dict) else {}
         moment = first.get("time")
-        at = moment.timestamp() if moment is not None else message.since
+        stated = moment.timestamp() if moment is not None else message.stated_since
+        at = message.seen if stated is None else stated
         headers = message.headers
-        transaction, error = decode(self._codec, message.body, headers, source=self._queue)
+        transaction, error = message.decode(self._codec, source=self._queue)
         delivery = Delivery(transaction, message.receipt, message.deliveries, None, error)
-        place = f"{int(at * 1_000_000):017d}-{transaction.id[:64]}"
+        # Without a time of its own it is shown with that of the look, which must not be part of its place.
+        place = f"{int((stated or 0) * 1_000_000):017d}-{transaction.id[:64]}"
         reason = str(message.table.get("x-first-death-reason") or "unknown")
         return DeadLetterRecord.of(
             delivery,
@@ -175,7 +178,7 @@ class Graves:
     @contextmanager
     def _opened(self) -> Iterator[BlockingChannel]:
         try:
-            connection = pika.BlockingConnection(self._connect())
+            connection = pika.BlockingConnection(self._connect(), _impl_class=FaithfulSelectConnection)
             try:
                 self._locked(connection)
                 yield connection.channel()

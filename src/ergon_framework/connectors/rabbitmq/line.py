@@ -17,13 +17,13 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any, Final, TypeVar
 
 import pika
-from pika.adapters.asyncio_connection import AsyncioConnection
 from pika.channel import Channel as RawChannel
 from pika.exceptions import AMQPError, ChannelClosedByBroker, ProbableAccessDeniedError, ProbableAuthenticationError
 
 from ergon_framework.connectors.base import ConnectorError
 from ergon_framework.connectors.rabbitmq.address import parameters
 from ergon_framework.connectors.rabbitmq.durability import Durability, judged
+from ergon_framework.connectors.rabbitmq.fields import FaithfulAsyncioConnection
 from ergon_framework.errors import ConfigurationError, ConnectionLost
 from ergon_framework.telemetry import logs
 
@@ -114,7 +114,7 @@ class Connection:
     def __init__(self, settings: pika.ConnectionParameters, timeout: float) -> None:
         self._settings = settings
         self._timeout = timeout
-        self._raw: AsyncioConnection | None = None
+        self._raw: FaithfulAsyncioConnection | None = None
         self._connecting = asyncio.Lock()
         self._waiting: set[asyncio.Future[Any]] = set()
         self._channels: list[Channel] = []
@@ -165,15 +165,15 @@ class Connection:
             async with asyncio.timeout(_GOODBYE):
                 await closed
 
-    async def _connected(self) -> AsyncioConnection:
+    async def _connected(self) -> FaithfulAsyncioConnection:
         async with self._connecting:
             if self._raw is None or not self._raw.is_open:
                 self._raw = await self._connect()
             return self._raw
 
-    async def _connect(self) -> AsyncioConnection:
+    async def _connect(self) -> FaithfulAsyncioConnection:
         opened: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        raw = AsyncioConnection(
+        raw = FaithfulAsyncioConnection(
             self._settings,
             on_open_callback=lambda connection: None if opened.done() else opened.set_result(connection),
             on_open_error_callback=lambda _, error: (

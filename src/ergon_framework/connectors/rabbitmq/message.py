@@ -8,7 +8,9 @@ from typing import Any, Final, NamedTuple
 
 from pika import BasicProperties
 
-from ergon_framework.connectors.codec import WIRE
+from ergon_framework.connectors.base import UndecodableError
+from ergon_framework.connectors.codec import WIRE, Codec, Decoded, decode
+from ergon_framework.connectors.rabbitmq.fields import Properties, Timestamp
 
 #: The headers of an envelope.
 HEADERS: Final = frozenset(row.header for row in WIRE)
@@ -62,7 +64,24 @@ class Message:
     @property
     def headers(self) -> dict[str, str]:
         """Those headers that are texts; what the server adds is not for the reader."""
-        return {name: value for name, value in self.table.items() if type(value) is str and not name.startswith(_ADDED)}
+        found = {name: value for name, value in self.table.items() if type(value) is str and not _is_added(name)}
+        if self.problem:
+            # Shown with the dead letter; a message that can be read has no such header.
+            found |= {name: str(value) for name, value in self.table.items() if type(value) is Timestamp}
+        return found
+
+    @property
+    def problem(self) -> str:
+        """Why the client cannot decode the headers; empty where it can."""
+        return self.properties.problem if isinstance(self.properties, Properties) else ""
+
+    def decode(self, codec: Codec, *, source: str) -> Decoded:
+        """Read the transaction; undecodable where the headers are, whatever the body holds."""
+        decoded = decode(codec, self.body, self.headers, source=source)
+        if not self.problem:
+            return decoded
+        error = UndecodableError(f"the headers of the message cannot be decoded: {self.problem}")
+        return Decoded(decoded.transaction.replace(payload=self.body), error)
 
     @property
     def deliveries(self) -> int:
@@ -73,23 +92,29 @@ class Message:
     @property
     def since(self) -> float:
         """Since when it is ready, as far as anybody knows."""
+        stated = self.stated_since
+        return self.seen if stated is None else stated
+
+    @property
+    def stated_since(self) -> float | None:
+        """Since when it is ready, as the message says, the same at every delivery; None where it does not."""
         given = self.table.get(SINCE)
         try:
-            return float(given) if isinstance(given, str) else float(self.properties.timestamp or self.seen)
+            return float(given) if isinstance(given, str) else float(self.properties.timestamp or "")
         except (TypeError, ValueError):
-            return self.seen
+            return None
 
     def sent_on(
         self, queue: str, *, delivered: int, since: float | None = None, written: Mapping[str, str] | None = None
     ) -> Outgoing:
         """The same message for *queue*; *written*, if given, is its whole envelope."""
-        headers = {name: value for name, value in self.table.items() if not name.startswith(_ADDED)}
+        headers = {name: value for name, value in self.table.items() if not _is_added(name)}
         if written is not None:
             headers = {name: value for name, value in headers.items() if name not in HEADERS} | dict(written)
         headers[DELIVERED] = str(delivered)
         headers[SINCE] = f"{self.since if since is None else since:.3f}"
         kept = {name: getattr(self.properties, name) for name in _KEPT}
-        return Outgoing(queue, self.body, BasicProperties(headers=headers, delivery_mode=2, **kept))
+        return Outgoing(queue, self.body, Properties(headers=headers, delivery_mode=2, **kept))
 
 
 def fresh(queue: str, body: bytes, headers: Mapping[str, str], *, since: float) -> Outgoing:
@@ -98,6 +123,11 @@ def fresh(queue: str, body: bytes, headers: Mapping[str, str], *, since: float) 
     table = {**kept, SINCE: f"{since:.3f}"}
     name = headers.get("ergon-id", "")[:_SHORT] or None
     return Outgoing(queue, body, BasicProperties(headers=table, delivery_mode=2, message_id=name))
+
+
+def _is_added(name: str | bytes) -> bool:
+    """Whether the server adds the header *name*; one that is no text comes from somebody else."""
+    return isinstance(name, str) and name.startswith(_ADDED)
 
 
 def _number(text: Any) -> int:

@@ -27,7 +27,7 @@ from ergon_framework.connectors.base import (
     Settling,
     Unlisten,
 )
-from ergon_framework.connectors.codec import Codec, JsonCodec, decode
+from ergon_framework.connectors.codec import Codec, JsonCodec
 from ergon_framework.connectors.daemons import Daemons
 from ergon_framework.connectors.deadletters import DeadLetterQuery, DeadLetterRecord, ReplayResult
 from ergon_framework.connectors.outage import public_address
@@ -228,7 +228,7 @@ class RabbitMQQueue(Connector, AsyncConnector):
         return [self._delivery(message) for message in found]
 
     def _delivery(self, message: Message) -> Delivery:
-        transaction, error = decode(self._codec, message.body, message.headers, source=self._name)
+        transaction, error = message.decode(self._codec, source=self._name)
         return Delivery(transaction, message.receipt, message.deliveries, None, error)
 
     # -- settle -----------------------------------------------------------------------------------------

@@ -1,0 +1,124 @@
+"""Header tables of RabbitMQ messages, and the place in pika where they are read."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import struct
+import tomllib
+from datetime import UTC, datetime
+from decimal import Decimal
+from importlib.metadata import version
+from pathlib import Path
+
+import pika
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pika import frame
+from pika.connection import Connection
+
+from ergon_framework.connectors.rabbitmq.fields import (
+    FaithfulAsyncioConnection,
+    FaithfulSelectConnection,
+    Properties,
+    Timestamp,
+    decode_table,
+    encode_table,
+)
+
+MILLISECONDS = Timestamp(1_763_000_000_000)
+
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**63 - 1)
+    | st.floats(allow_nan=False)
+    | st.text(max_size=20)
+    | st.integers(2**40, 2**64 - 1).map(Timestamp)
+    | st.integers(0, 250_000_000_000).map(lambda seconds: datetime.fromtimestamp(seconds, UTC))
+    | st.integers(-(2**31), 2**31 - 1).map(lambda number: Decimal(number) / 100)
+)
+NAMES = st.text("abc-é", min_size=1, max_size=10)
+TABLES = st.dictionaries(
+    NAMES, st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(NAMES, inner), max_leaves=8)
+)
+
+
+@pytest.mark.spec("DX-21")
+@given(TABLES)
+def test_a_table_is_read_as_it_was_written(table):
+    pieces: list[bytes] = []
+    encode_table(pieces, table)
+    encoded = b"".join(pieces)
+    assert decode_table(encoded, 0) == (table, len(encoded))
+
+
+@pytest.mark.spec("DX-21")
+@given(TABLES.filter(bool), st.none() | st.text(max_size=20), st.none() | st.text(max_size=20))
+def test_properties_with_any_headers_are_read_as_they_were_written(table, content_type, message_id):
+    written = Properties(headers=table, content_type=content_type, message_id=message_id, priority=3, timestamp=7)
+    found = read(frame.Header(1, 5, written).marshal() + b"rest")
+    assert found.channel_number == 1
+    assert found.body_size == 5
+    assert {**vars(found.properties), "problem": ""} == {**vars(written), "problem": ""}
+
+
+def test_a_single_float_is_read_exactly():
+    encoded = struct.pack(">IB", 7, 1) + b"f" + struct.pack(">cf", b"f", 1.5)
+    assert decode_table(encoded, 0) == ({"f": 1.5}, 11)
+
+
+def read(buffer, kind=FaithfulSelectConnection):
+    """The first frame of *buffer*, read by a connection that is not connected."""
+    connection = kind.__new__(kind)
+    connection._frame_buffer = buffer
+    size, found = connection._read_frame()
+    assert buffer[size:] in (b"", b"rest")
+    return found
+
+
+@pytest.mark.spec("DX-21")
+@pytest.mark.parametrize("kind", [FaithfulAsyncioConnection, FaithfulSelectConnection])
+def test_the_client_reads_a_frame_that_it_cannot_decode_with_the_problem_beside(kind):
+    buffer = frame.Header(1, 0, Properties(headers={"sent": MILLISECONDS, "kind": "order"})).marshal()
+    with pytest.raises(ValueError, match="year"):
+        frame.decode_frame(buffer)
+    found = read(buffer, kind)
+    assert found.properties.headers == {"sent": MILLISECONDS, "kind": "order"}
+    assert found.properties.problem.startswith("ValueError: year")
+
+
+def test_headers_of_a_type_that_nobody_knows_are_left_out_with_the_problem_beside():
+    encoded = struct.pack(">HIB", pika.BasicProperties.FLAG_HEADERS, 3, 1) + b"a?"
+    content = struct.pack(">HHQ", 60, 0, 0) + encoded
+    found = read(struct.pack(">BHL", 2, 1, len(content)) + content + b"\xce")
+    assert found.properties.headers == {}
+    assert "InvalidFieldType" in found.properties.problem
+
+
+def test_other_frames_are_read_by_the_client():
+    assert read(frame.Heartbeat().marshal()).NAME == "Heartbeat"
+    plain = read(frame.Header(1, 0, pika.BasicProperties(headers={"a": "b"})).marshal())
+    assert type(plain.properties) is pika.BasicProperties
+    with pytest.raises(pika.exceptions.InvalidFrameError):
+        read(b"\x01\x00\x01\x00\x00\x00\x00?")
+
+
+def test_pika_loses_what_is_read_here():
+    """Where pika learns it, all of this can go."""
+    table = struct.pack(">IB", 11, 1) + b"d" + struct.pack(">cd", b"d", 1.5)
+    assert pika.data.decode_table(table, 0)[0] == {"d": 1}
+    with pytest.raises(pika.exceptions.UnsupportedAMQPFieldException):
+        pika.data.encode_value([], math.pi)
+
+
+@pytest.mark.spec("DX-21")
+def test_the_private_names_of_the_client_are_there_and_its_version_is_capped():
+    assert list(inspect.signature(Connection._read_frame).parameters) == ["self"]
+    assert "self._frame_buffer" in inspect.getsource(Connection._read_frame)
+    assert "_impl_class" in inspect.signature(pika.BlockingConnection).parameters
+    assert callable(pika.channel.Channel._send_method)
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert "pika>=1.4,<1.5" in project["optional-dependencies"]["rabbitmq"]
+    assert version("pika").startswith("1.4.")
