@@ -28,8 +28,10 @@ KEY, RANK, DELIVERIES, HEADERS = 1, 2, 3, 4
 #: Seconds between two sweeps while there is work, and how much longer than itself a sweep is put off.
 SWEEP = 1.0
 RARER = 20.0
-#: How long the outcome of a claim that broke off is doubted: its statement may still be on its way.
+#: How long the outcome of a claim that broke off is looked for each second, and how often later.
 DOUBT = 60.0
+#: How many such claims are remembered; the oldest are forgotten first.
+MAX_DOUBTED = 1_000
 #: How long a worker asks to be woken, and how early it asks again.
 ASLEEP, AGAIN = 30.0, 10.0
 
@@ -71,6 +73,12 @@ class Claiming:
         self._doubted: dict[tuple[int, int], float] = {}
         self._disowned = float("-inf")
         self._asleep = float("-inf")
+        self._is_closed = False
+
+    def close(self) -> None:
+        """Have what is held return with its lease, and what a fetch still brings; other queues renew the instance."""
+        self._is_closed = True
+        self._tenure.abandon(list(self.held))
 
     @property
     def holds_keys(self) -> bool:
@@ -117,6 +125,8 @@ class Claiming:
         if rows:
             self.held[worker, token] = {row[0] for row in rows}
             self._keys.update(delivery.receipt for delivery in found if delivery.receipt.key is not None)
+            if self._is_closed:
+                self._tenure.abandon([(worker, token)])
         return found
 
     def settled(self, receipts: Iterable[Receipt], emptied: Collection[tuple[int, int]]) -> None:
@@ -208,13 +218,17 @@ class Claiming:
             yield Query(statements.DISOWN, {"worker": worker, "tokens": tokens})
 
     def _disown(self) -> Operation[None]:
-        """The same, now and then for a while: a claim may arrive at the server after it was given up."""
-        now = self._clock()
-        if not self._doubted or now < self._disowned + 1.0:
+        """The same, again and again: a claim may arrive at the server long after it was given up.
+
+        Often while it is doubted most, then rarely, for as long as the instance lives.
+        """
+        now, doubted = self._clock(), dict(self._doubted)
+        if not doubted or now < self._disowned + (1.0 if max(doubted.values()) > now else DOUBT):
             return
         yield from self.disowned()
         self._disowned = now
-        for claim in [claim for claim, until in dict(self._doubted).items() if until <= now]:
+        forgotten = [claim for claim in doubted if claim[0] != self._tenure.worker]
+        for claim in forgotten or list(doubted)[:-MAX_DOUBTED]:
             self._doubted.pop(claim, None)
 
     def _recognise(self, queue: int, found: list[Delivery], rows: Iterable[Sequence[Any]]) -> Operation[None]:

@@ -222,6 +222,8 @@ class PostgresQueue(Connector, AsyncConnector):
         """The home that is left, and whether nobody else in this process lives there."""
         with self._lock:
             home, self._home, self._number = self._home, None, None
+            if home is not None:
+                self._claiming.close()
             for end in self._end_retention or ():
                 end()
             self._end_retention = None
@@ -323,6 +325,7 @@ class PostgresQueue(Connector, AsyncConnector):
             self._start_cleanup(home, number)
         if self._settler.owes:
             yield from self._settler.pay(number)
+        yield from self._return_unsettled(home, number)
         return (yield from self._claiming.claim(number, count, asks=self._listening > 0 and home.doorbell.hears))
 
     def _start_cleanup(self, home: Home, number: int) -> None:
@@ -337,6 +340,12 @@ class PostgresQueue(Connector, AsyncConnector):
             if self._dead_days is not None:
                 dead_letters = cleanup.retain_dead_letters(number, self._dead_days * _DAY)
                 self._end_retention.append(home.cleanup.add(dead_letters))
+
+    def _return_unsettled(self, home: Home, number: int) -> Operation[None]:
+        """Return claims that their owners have left: a renewal of the whole process would keep them for its life."""
+        returned = yield from home.tenure.return_abandoned()
+        if (yield from self._settler.return_failed(number)) or returned:
+            self._arrivals.arrived()
 
     # -- settle and renew -------------------------------------------------------------------------------
 
@@ -392,6 +401,8 @@ class PostgresQueue(Connector, AsyncConnector):
         for worker in {receipt.worker for receipt in mine}:
             if worker == home.tenure.worker and (yield from home.tenure.renewed(worker)) is not None:
                 kept |= dict.fromkeys((receipt for receipt in mine if receipt.worker == worker), home.tenure.until)
+        self._settler.extend_failed(kept, home.tenure.until)
+        yield from self._return_unsettled(home, (yield from self._opened(home)))
         return [kept.get(receipt) for receipt in receipts]
 
     # -- dispatch ---------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -49,6 +50,8 @@ class Settler:
         self._uncertain: set[Receipt] = set()
         #: What nobody could be told. Those who asked may have given up, and an instance that lives keeps its claims.
         self._owed: dict[Receipt, Settling] = {}
+        #: Claims whose settlement has failed, each with the time at which it returns unless it is settled or extended.
+        self._failed: dict[Receipt, float] = {}
 
     def owe(self, settlings: Sequence[Settling]) -> None:
         """Keep what could not be said, to be said with the next claim."""
@@ -69,6 +72,8 @@ class Settler:
             # Whatever else the server has against it, it would have again, and no claim would ever be made.
             if isinstance(error, psycopg.OperationalError) or not isinstance(error, psycopg.Error):
                 self.owe(owed)
+            else:
+                self._note_failed(owed)
             raise
         settled = zip(owed, results, strict=True)
         self._uncertain |= {delivery.receipt for (delivery, _), result in settled if result is SettleResult.SETTLED}
@@ -76,6 +81,33 @@ class Settler:
     @property
     def owes(self) -> bool:
         return bool(self._owed)
+
+    def _note_failed(self, settlings: Iterable[Settling]) -> None:
+        """Have these claims return with the lease unless they are settled; renewals of others would keep them."""
+        for delivery, _ in settlings:
+            if isinstance(delivery.receipt, Receipt):
+                self._failed.setdefault(delivery.receipt, self._tenure.until)
+
+    def extend_failed(self, receipts: Iterable[Receipt], until: float) -> None:
+        """Keep those claims among *receipts* whose settlement has failed: the caller still means to settle them."""
+        self._failed |= {receipt: until for receipt in receipts if receipt in self._failed}
+
+    def return_failed(self, queue: int) -> Operation[bool]:
+        """Return claims whose settlement has failed and whose lease is over; whether there were any."""
+        now, worker = time.monotonic(), self._tenure.worker
+        due = [receipt for receipt, end in list(self._failed.items()) if end <= now]
+        mine = [receipt for receipt in due if receipt.worker == worker]
+        if mine:
+            emptied = self._emptied_by(mine)
+            yield BEGIN
+            yield Query(statements.RETURN, _named(mine, queue, emptied))
+            yield Query(statements.WAKE, {"queue": queue})
+            yield COMMIT
+            self._claiming.settled(mine, emptied)
+        # What an earlier instance held came back when that instance was taken away.
+        for receipt in due:
+            self._failed.pop(receipt, None)
+        return bool(mine)
 
     def settle(self, queue: int, settlings: Sequence[Settling]) -> Operation[tuple[list[SettleResult], bool]]:
         """One result each; and whether something has become ready by it."""
@@ -93,6 +125,8 @@ class Settler:
                         ready = (yield from self._settled(queue, {kind: [one]}, results)) or ready
                     except psycopg.DataError:
                         yield ROLLBACK
+        answered = zip(settlings, results, strict=True)
+        self._note_failed([settling for settling, result in answered if result is SettleResult.FAILED])
         return results, ready
 
     def _settled(
@@ -114,6 +148,7 @@ class Settler:
         self._uncertain -= receipts
         for receipt in receipts:
             self._owed.pop(receipt, None)
+            self._failed.pop(receipt, None)
         self._claiming.settled(receipts, emptied)
         return ready
 
@@ -156,11 +191,13 @@ class Settler:
         return {_claim(receipt) for receipt in doubted if receipt.worker in living}
 
     def _emptied(self, groups: dict[type[Settlement], list[_Placed]]) -> set[tuple[int, int]]:
+        return self._emptied_by(delivery.receipt for placed in groups.values() for _, delivery, _ in placed)
+
+    def _emptied_by(self, receipts: Iterable[Receipt]) -> set[tuple[int, int]]:
         """The claims of which nothing is left once all of these are settled, or was left before."""
         settled: dict[tuple[int, int], set[int]] = {}
-        for placed in groups.values():
-            for _, delivery, _ in placed:
-                settled.setdefault((delivery.receipt.worker, delivery.receipt.token), set()).add(delivery.receipt.id)
+        for receipt in receipts:
+            settled.setdefault((receipt.worker, receipt.token), set()).add(receipt.id)
         emptied = {claim for claim, ids in settled.items() if self._claiming.held.get(claim, ids) <= ids}
         return emptied | self._claiming.left_over
 
@@ -168,15 +205,7 @@ class Settler:
         self, kind: type[Settlement], queue: int, placed: list[_Placed], emptied: Collection[tuple[int, int]]
     ) -> Query:
         receipts = [delivery.receipt for _, delivery, _ in placed]
-        given: dict[str, Any] = {
-            "ids": _numbers(receipt.id for receipt in receipts),
-            "ranks": _numbers("null" if receipt.rank is None else receipt.rank for receipt in receipts),
-            "workers": _numbers(receipt.worker for receipt in receipts),
-            "tokens": _numbers(receipt.token for receipt in receipts),
-            "empty_workers": _numbers(worker for worker, _ in emptied),
-            "empty_tokens": _numbers(token for _, token in emptied),
-            "queue": queue,
-        }
+        given = _named(receipts, queue, emptied)
         if kind is Ack:
             keyed = any(receipt.key is not None for receipt in receipts)
             return Query(statements.ACK[keyed, self._inbox], given)
@@ -204,6 +233,19 @@ def _grouped(settlings: Sequence[Settling], results: list[SettleResult]) -> dict
 
 def _claim(receipt: Receipt) -> _Claim:
     return receipt.id, receipt.worker, receipt.token
+
+
+def _named(receipts: Sequence[Receipt], queue: int, emptied: Collection[tuple[int, int]]) -> dict[str, Any]:
+    """The parameters by which a statement finds what is settled."""
+    return {
+        "ids": _numbers(receipt.id for receipt in receipts),
+        "ranks": _numbers("null" if receipt.rank is None else receipt.rank for receipt in receipts),
+        "workers": _numbers(receipt.worker for receipt in receipts),
+        "tokens": _numbers(receipt.token for receipt in receipts),
+        "empty_workers": _numbers(worker for worker, _ in emptied),
+        "empty_tokens": _numbers(token for _, token in emptied),
+        "queue": queue,
+    }
 
 
 def _numbers(numbers: Iterable[int | str]) -> str:

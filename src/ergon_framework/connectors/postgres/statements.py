@@ -112,6 +112,11 @@ REAP_STRAYS: Final = _REAP.format(
     whose="not exists (select 1 from ergon.worker w where w.id = h.worker)", moved=_moved("first_time", deliveries=1)
 )
 
+#: Whole claims of an instance that lives, whose lease is over all the same.
+REAP_CLAIMS: Final = _REAP.format(
+    whose="h.worker = %(worker)s and h.token = any(%(tokens)s)", moved=_moved("first_time", deliveries=1)
+)
+
 #: A claim whose answer never arrived: given back as if it had not been made.
 DISOWN: Final = """
 with lost as (
@@ -372,6 +377,27 @@ select id, worker, token from own
     turns=_TURNS,
     first_time=_LEAVING.format(of_ready="r.*"),
     moved=_moved("first_time"),
+)
+
+#: As after a lease that has ended: the delivery is counted.
+RETURN: Final = """
+with {given}, {emptied}, {leave}, {turns}, {first_time}, {moved},
+again as (
+    update ergon.content c set deliveries = c.deliveries + 1 from own o where o.rank is null and c.id = o.id
+    returning c.id, c.queue, c.key
+),
+back as (
+    insert into ergon.returned (id, due_at, queue, key)
+    select id, now(), queue, key from first_time union all select id, now(), queue, key from again
+)
+select id, worker, token from own
+""".format(
+    given=_given(lock="no key update"),
+    emptied=_EMPTIED,
+    leave=_LEAVE,
+    turns=_TURNS,
+    first_time=_LEAVING.format(of_ready="r.*"),
+    moved=_moved("first_time", deliveries=1),
 )
 
 LATER: Final = """

@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from ergon_framework.connectors.postgres import statements
 from ergon_framework.schema.operation import Operation, Query
@@ -34,10 +34,33 @@ class Tenure:
         self.until = 0.0
         # Unique within an instance: a claim made again by the same process is another claim.
         self._tokens: Iterator[int] = itertools.count(1)
+        #: Claims of queues that were closed, each with the end of its lease; the row as a whole may be renewed beyond.
+        self._abandoned: dict[tuple[int, int], float] = {}
 
     def token(self) -> int:
         """A number that no other claim of this instance has."""
         return next(self._tokens)
+
+    def abandon(self, claims: Iterable[tuple[int, int]]) -> None:
+        """Return these claims, each a worker and a token, when the lease ends that they have now."""
+        with self._lock:
+            self._abandoned |= dict.fromkeys(claims, self.until)
+
+    def return_abandoned(self) -> Operation[bool]:
+        """Return abandoned claims whose lease is over; whether there were any. Called wherever a lease is renewed."""
+        if not self._abandoned:
+            return False
+        now = time.monotonic()
+        with self._lock:
+            # What an earlier instance held came back when that instance was taken away.
+            self._abandoned = {claim: end for claim, end in self._abandoned.items() if claim[0] == self.worker}
+            due = [claim for claim, end in self._abandoned.items() if end <= now]
+        if due:
+            # Kept until the server has answered: a call that fails is made again by the next one.
+            yield Query(statements.REAP_CLAIMS, {"worker": due[0][0], "tokens": [token for _, token in due]})
+            with self._lock:
+                self._abandoned = {claim: end for claim, end in self._abandoned.items() if claim not in due}
+        return bool(due)
 
     def present(self) -> Operation[int]:
         """The number of the instance, registered or renewed where that is due."""
