@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
+import uuid
 
 import pytest
 
@@ -255,3 +257,86 @@ def test_what_a_lost_fetch_took_comes_back_soon_and_costs_nothing(queues, server
     found = taken(queue, 3)
     assert [each.deliveries for each in found] == [1, 1, 1]
     assert queue.settle([(each, Ack()) for each in found]) == [SETTLED] * 3
+
+
+# -- two loops on one queue -------------------------------------------------------------------------------------
+
+
+NAME = "orders-of-two"
+
+
+def cut_off(queue):
+    """As after a fetch whose answer never came: what it may have claimed is looked for."""
+    with pytest.raises(TimeoutError), queue._claiming.fetching():
+        raise TimeoutError
+
+
+def last(operation, answer):
+    """What *operation* comes to with the *answer* to its last command."""
+    with pytest.raises(StopIteration) as ended:
+        operation.send(answer)
+    return ended.value.value
+
+
+@pytest.mark.spec("DX-23", "CNN-08")
+def test_a_look_for_unknown_claims_leaves_alone_what_another_fetch_of_the_queue_claims_meanwhile(queues, client):
+    queue = queues(f"{NAME}-{uuid.uuid4().hex[:8]}")
+    queue.open()
+    cut_off(queue)
+    sent(queue, 1)
+    for command in ("XPENDING", "XREADGROUP"):
+        client.set_response_callback(command, lambda answer, **_: answer)  # as the server sends it
+    claiming = queue._claiming
+    with claiming.fetching():
+        look = claiming.unknown()
+        question = next(look)  # nobody else fetches, so it asks the server
+        with claiming.fetching():
+            fetch = claiming._read(1)
+            claimed = client.execute_command(*next(fetch))  # on its way to the other loop, which does not know it yet
+            pending = client.execute_command(*question)
+            assert len(pending) == 1
+            assert last(look, pending) == []
+            (found,) = last(fetch, list(claimed.items()) if isinstance(claimed, dict) else claimed)
+    assert queues(queue.name).fetch_transactions(1) == []  # nobody else is handed it
+    assert queue.settle([(found, Ack())]) == [SETTLED]
+
+
+@pytest.mark.spec("DX-23")
+def test_what_a_cut_off_fetch_claimed_is_given_back_by_the_next_fetch(queues, client):
+    queue = queues(f"{NAME}-{uuid.uuid4().hex[:8]}")
+    queue.open()
+    sent(queue, 1)
+    client.xreadgroup(GROUP, queue._claiming.consumer, {stream(queue.name): ">"})
+    cut_off(queue)
+    (found,) = taken(queue)
+    assert found.deliveries == 1
+
+
+@pytest.mark.spec("DX-23")
+def test_two_loops_on_one_queue_never_hold_the_same_while_fetches_are_cut_off(queues):
+    queue = queues(f"{NAME}-{uuid.uuid4().hex[:8]}")
+    queue.open()
+    sent(queue, 300)
+    held, twice, done = set(), [], []
+    lock = threading.Lock()
+
+    def loop():
+        while len(done) < 300:
+            cut_off(queue)
+            queue._claiming._disowned = float("-inf")  # look at every fetch, and not once a second
+            for delivery in queue.fetch_transactions(5):
+                with lock:
+                    if delivery.transaction.id in held:
+                        twice.append(delivery.transaction.id)
+                    held.add(delivery.transaction.id)
+                result = queue.settle([(delivery, Ack())])
+                with lock:
+                    done.append(result)
+
+    threads = [threading.Thread(target=loop) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert twice == []
+    assert done == [[SETTLED]] * 300

@@ -60,6 +60,8 @@ class Claiming:
         self._cursor = b""
         self._reaped = float("-inf")
         self._fetching = 0
+        #: How many fetches have begun.
+        self._begun = 0
         #: Until when there may be claims of which nobody here knows.
         self._doubted = float("-inf")
         self._disowned = float("-inf")
@@ -69,6 +71,7 @@ class Claiming:
         """Around every fetch: one whose answer never came may have claimed something."""
         with self._lock:
             self._fetching += 1
+            self._begun += 1
         try:
             yield
         except BaseException:
@@ -156,10 +159,14 @@ class Claiming:
         now = self._clock()
         with self._lock:
             others = self._fetching > 1  # what they have claimed is not in hand yet
+            begun = self._begun
         if now > self._doubted or now < self._disowned + _DISOWN or others:
             return []
         self._disowned = now
         pending = yield ("XPENDING", self._keys.stream, GROUP, "-", "+", _HANDS, self.consumer)
+        with self._lock:
+            if self._begun != begun:
+                return []  # the answer may list what a fetch that began meanwhile has claimed
         release = Release()
         return [
             (Delivery(Transaction("unknown", None), Receipt(place, self.consumer, count, 0)), release)
