@@ -394,3 +394,14 @@ def test_an_ack_ends_nothing_that_came_over_another_channel(queue):
     queue.close()
     left = {delivery.transaction.id for delivery in claimed(queue, 4)}
     assert left == {delivery.transaction.id for delivery in came[:4]}
+
+
+@pytest.mark.spec("CNN-13")
+def test_a_delay_that_the_server_refuses_fails_and_the_claim_can_be_settled_otherwise(queue, raw):
+    queue.dispatch(orders(2))
+    first, second = claimed(queue, 2)
+    raw.queue_declare(topology.later(queue.name, topology.step(5.0)))  # not as it is needed
+    assert queue.settle([(first, Later(5.0)), (second, Ack())]) == [SettleResult.FAILED, SettleResult.SETTLED]
+    assert queue.settle([(first, Release())]) == [SettleResult.SETTLED]
+    (again,) = claimed(queue)
+    assert (again.transaction.id, again.deliveries) == ("order-0", 1)

@@ -5,13 +5,13 @@ What is to live on is published first and acked then, so that a crash in between
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 
 from ergon_framework.connectors.base import (
     Ack,
-    ConnectorError,
     DeadLetter,
     Delivery,
     Later,
@@ -25,8 +25,10 @@ from ergon_framework.connectors.rabbitmq import graves, topology
 from ergon_framework.connectors.rabbitmq.consumer import Consumer
 from ergon_framework.connectors.rabbitmq.message import Message, Outgoing
 from ergon_framework.connectors.rabbitmq.sending import Sender
-from ergon_framework.errors import ConnectionLost, ErgonError
+from ergon_framework.errors import ConfigurationError, ConnectionLost, ErgonError
 from ergon_framework.failure import Failure
+
+_log = logging.getLogger(__name__)
 
 SETTLED, LOST, FAILED = SettleResult.SETTLED, SettleResult.LOST, SettleResult.FAILED
 
@@ -89,8 +91,10 @@ class Settler:
             return []
         try:
             problems = await self._sender.send([outgoing for *_, outgoing in living])
-        except (ConnectionLost, ConnectorError):
+        except ErgonError as error:
             # Each may be asked for again; those beside them that only end have ended.
+            if isinstance(error, ConfigurationError):
+                _log.warning("settlement refused", extra={"queue": self._queue, "error": str(error)})
             problems = ["unknown"] * len(living)
         kept: list[tuple[int, Message]] = []
         for (index, message, _), problem in zip(living, problems, strict=True):
