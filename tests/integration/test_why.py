@@ -19,6 +19,7 @@ from ergon_framework.connectors.base import Ack, ConnectorError, DeadLetter, Lat
 from ergon_framework.connectors.postgres import PostgresQueue
 from ergon_framework.connectors.postgres import tracing as queues
 from ergon_framework.errors import Category, ErgonError
+from ergon_framework.executor.jobs.registrations import register
 from ergon_framework.executor.jobs.statements import SHOW
 from ergon_framework.executor.verdict import Again, Blame, Bury, Complete
 from ergon_framework.facts.model import Cursor, Envelope, Fact, Pair
@@ -320,7 +321,16 @@ def begun(store):
     return delivery
 
 
+@pytest.fixture
+def served(dsn):
+    """An orchestrator of the executor python runs."""
+    lines = Lines(dsn)
+    lines.run(register(["python"]), within=20)
+    lines.close()
+
+
 @pytest.mark.spec("RUN-06")
+@pytest.mark.usefixtures("served")
 def test_a_job_is_told_of_in_every_state(dsn, store):
     name = job(dsn, max_attempts=4, timeout=2.5, correlation="c-7")
 
@@ -339,6 +349,13 @@ def test_a_job_is_told_of_in_every_state(dsn, store):
 
 
 @pytest.mark.spec("RUN-06")
+def test_a_job_says_that_no_orchestrator_has_run_yet(dsn, store):
+    found = next(one for one in told(job(dsn))["histories"] if one["kind"] == "job")
+    assert "no orchestrator has run with this database yet; start one that serves 'python'" in found["now"]
+
+
+@pytest.mark.spec("RUN-06")
+@pytest.mark.usefixtures("served")
 def test_a_job_that_is_due_says_whom_it_waits_for(dsn, store):
     first, second, third = (job(dsn) for _ in range(3))
     job(dsn, delay=600.0)

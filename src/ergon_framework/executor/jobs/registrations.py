@@ -73,6 +73,8 @@ def describe_unknown(kind: str, known: Collection[str]) -> str:
 def describe_wait(job: Job, known: Sequence[ServedExecutor], now: datetime) -> str | None:
     """Say that *job* waits for an orchestrator, and what becomes of it; None if one runs."""
     served = {each.kind: each.served_at for each in known}
+    if not served:
+        return f"no orchestrator has run with this database yet; start one that serves {job.kind!r}"
     if job.kind not in served:
         earliest = _to_text(job.due_at + timedelta(seconds=GRACE))
         return f"{describe_unknown(job.kind, served)}; it becomes a dead letter at {earliest} or later"
