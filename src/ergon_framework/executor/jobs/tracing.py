@@ -22,8 +22,10 @@ def trace(job_id: str) -> Operation[list[History]]:
     rows = yield Query(statements.SHOW, {"id": job_id})
     company = yield Query(statements.COMPANY, {"id": job_id, "most": _MOST})
     running, before = company[0] if company else (None, None)
-    known = yield from executors()
-    return [_history(job_of(*row), running=running, before=before, known=known) for row in rows]
+    jobs = [job_of(*row) for row in rows]
+    # An older schema has no table of executors; it is needed for a job that waits, and for nothing else.
+    known = (yield from executors()) if any(job.state is JobState.PENDING for job in jobs) else []
+    return [_history(job, running=running, before=before, known=known) for job in jobs]
 
 
 def _history(job: Job, *, running: int | None, before: int | None, known: Sequence[ServedExecutor]) -> History:
