@@ -20,6 +20,7 @@ from ergon_framework.schema.migrations.versions import r0012_cleanup
 from ergon_framework.task.decorators import consumer
 from ergon_framework.task.mixins.policies import ConsumerPolicy
 from ergon_framework.transaction import Transaction
+from tests.log_events import events_of
 from tests.servers.databases import migrated
 
 ROWS = 100_000
@@ -198,7 +199,7 @@ def test_a_clean_up_that_cannot_go_on_delays_no_fetch_and_ends_no_worker(dsn, mo
     sender = PostgresQueue(queue.name, dsn=dsn)
 
     def until():
-        wait_for(lambda: "clean-up failed" in caplog.messages)
+        wait_for(lambda: "clean-up failed" in events_of(caplog.records))
         for number in range(20):
             began = time.monotonic()
             sender.dispatch([Transaction(f"order-{number}", number)])

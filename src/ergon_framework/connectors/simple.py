@@ -1,4 +1,4 @@
-"""SimpleConnector: a working connector of one method, for a source that cannot be told what became of its work."""
+"""SimpleConnector: a working connector of one method, for a source that is only read."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from ergon_framework.connectors.base import (
     Settling,
 )
 from ergon_framework.errors import ConfigurationError
+from ergon_framework.telemetry import logs
 from ergon_framework.transaction import Transaction
 
 _log = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ _CAPABILITIES: Final = Capabilities(
 class SimpleConnector(Connector):
     """Make a connector of one method: ``fetch`` returns the next transactions of a source.
 
-    The source is not told about success or failure. Released and deferred transactions wait in
+    The connector does not report success or failure to the source. Released and deferred transactions wait in
     the memory of the process and are delivered again from there; they are lost if it ends. Dead
     letters are logged and not kept. ``dispatch`` is refused. Safe to use from several threads.
     """
@@ -112,12 +113,12 @@ class SimpleConnector(Connector):
             self._held.remove(delivery.receipt)
             if isinstance(settlement, Later):
                 delay = settlement.delay
-                transaction = transaction.replace(attempts=settlement.attempts, history=settlement.history)
+                transaction = settlement.apply(transaction)
             if isinstance(settlement, Later | Release):
                 # The delivery is not counted, as the capabilities say.
                 entry = (time.monotonic() + delay, next(self._receipts), transaction, delivery.deliveries)
                 heapq.heappush(self._waiting, entry)
         if isinstance(settlement, DeadLetter):
             fields = {"queue": self.name, "transaction_id": transaction.id, "reason": settlement.reason}
-            _log.warning("dead letter not kept", extra=fields)
+            logs.say(logging.WARNING, "dead letter not kept", fields, to=_log)
         return SettleResult.SETTLED

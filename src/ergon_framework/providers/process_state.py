@@ -1,4 +1,4 @@
-"""The state of every provider of this process that is given none.
+"""The state of every provider of this process that was created without ``books=``.
 
 With a database configured it is in PostgreSQL and shared by all processes; without one it is in the memory of this
 process, and a warning says so.
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 from ergon_framework.providers.memory import MemoryBooks
 from ergon_framework.schema.libraries import needed
+from ergon_framework.telemetry import logs
 from ergon_framework.telemetry.names import LIBRARY
 
 if TYPE_CHECKING:
@@ -26,8 +27,8 @@ log: Final = logging.getLogger(f"{LIBRARY}.providers")
 
 #: The variable that names the database.
 DSN_VARIABLE: Final = "ERGON_POSTGRES__DSN"
-NOT_SHARED: Final = (
-    "provider state not shared: quotas, circuit breakers, idempotency keys and metrics of providers are per process; "
+_NOT_SHARED: Final = (
+    "quotas, circuit breakers, idempotency keys and metrics of providers are per process; "
     f"set {DSN_VARIABLE} to share them, or pass books=MemoryBooks() to keep them in this process"
 )
 
@@ -39,7 +40,7 @@ _current: ProcessBooks | None = None
 
 
 def process_books() -> ProcessBooks:
-    """Return the state of every provider of this process that is given none; the first call decides which it is.
+    """Return the state of every provider that was created without ``books=``; the first call decides where it is.
 
     It opens no connection and starts no thread, so that a process may fork afterwards. MissingExtraError if a database
     is configured and the extra ``postgres`` is not installed.
@@ -84,7 +85,7 @@ def _resolve() -> ProcessBooks:
 def _create() -> ProcessBooks:
     dsn = _dsn or os.environ.get(DSN_VARIABLE)
     if not dsn:
-        log.warning(NOT_SHARED)
+        logs.say(logging.WARNING, "provider state not shared", {"reason": _NOT_SHARED}, to=log)
         return MemoryBooks()
     needed()
     # Imported when it is needed: the extra is optional.

@@ -11,6 +11,7 @@ from ergon_framework.providers.base import Provider
 from ergon_framework.providers.memory import MemoryBooks
 from ergon_framework.providers.process_state import close_process_books, configure_database, process_books
 from ergon_framework.runner.settings import Settings
+from ergon_framework.telemetry import logs
 
 if TYPE_CHECKING:
     from ergon_framework.runner.process import Runnable
@@ -39,7 +40,7 @@ def open_provider_state(task: Runnable, found: Settings) -> None:
     try:
         books.open()
     except ConnectionLost as error:
-        _log.error("provider state unavailable", extra={"task": task.name, "error": str(error)})
+        logs.say(logging.ERROR, "provider state unavailable", {"task": task.name, "error": str(error)}, to=_log)
 
 
 def close_provider_state(deadline: float) -> None:

@@ -21,7 +21,8 @@ from ergon_framework import (
     consumer,
 )
 from ergon_framework.connectors.base import Release, SettleResult
-from ergon_framework.failure import Attempt
+from ergon_framework.failure import Attempt, Deferral
+from tests.log_events import event_of
 
 
 class Numbers(SimpleConnector):
@@ -94,7 +95,7 @@ def test_a_failed_transaction_is_retried_and_then_logged(run: Any, caplog: pytes
     policy = ConsumerPolicy.load({"steps": {"process": {"retry": {"max_attempts": 2, "backoff": 0.0}}}})
     report = run(Numbers(transactions("a")), fail, policy)
     assert (attempts, report.finished) == (["a", "a"], 1)
-    (record,) = [record for record in caplog.records if record.msg == "dead letter not kept"]
+    (record,) = [record for record in caplog.records if event_of(record) == "dead letter not kept"]
     assert (record.levelno, record.queue, record.transaction_id, record.reason) == (  # type: ignore[attr-defined]
         logging.WARNING,
         "numbers",
@@ -148,14 +149,16 @@ def test_released_and_deferred_transactions_come_again_before_new_ones() -> None
     source = Numbers(transactions("a", "b", "c"), transactions("d"))
     first, second, third = source.fetch_transactions(3)
     history = (Attempt(attempt=0, category="SYSTEM"),)
-    settlings = [(first, Release()), (second, Later(3600.0)), (third, Later(0.0, attempts=2, history=history))]
+    deferral = Deferral(count=1, since=1.0, at=1.0, until=3601.0)
+    later = Later(0.0, attempts=2, history=history, deferral=deferral)
+    settlings = [(first, Release()), (second, Later(3600.0)), (third, later)]
     assert source.settle(settlings) == [SettleResult.SETTLED] * 3
     (again,) = source.fetch_transactions(1)
     assert (again.transaction, again.deliveries) == (first.transaction, 1)
     assert again.receipt != first.receipt
     (deferred,) = source.fetch_transactions(5)
     assert (deferred.transaction.id, deferred.transaction.attempts, deferred.deliveries) == ("c", 2, 1)
-    assert deferred.transaction.history == history
+    assert (deferred.transaction.history, deferred.transaction.deferral) == (history, deferral)
     assert [each.transaction.id for each in source.fetch_transactions(5)] == ["d"], "b waits for an hour"
 
 

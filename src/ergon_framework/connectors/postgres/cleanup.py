@@ -17,6 +17,7 @@ from typing import Any, Final
 from ergon_framework.connectors.base import ConnectorError
 from ergon_framework.schema.lines import Lines
 from ergon_framework.schema.operation import BEGIN, COMMIT, Operation, Query
+from ergon_framework.telemetry import logs
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ DELETE_JOURNAL: Final = _DELETE.format(table="journal", where="", order="")
 class Retention:
     """Rows to delete: *sql* deletes at most %(most)s of them that are older than *seconds*, and returns how many."""
 
-    #: What the advisory lock is taken on; the same in every process.
+    #: The key of the advisory lock; the same in every process.
     name: str
     sql: str
     seconds: float
@@ -115,7 +116,7 @@ class Cleanup:
         return remove
 
     def _work(self, stop: threading.Event) -> None:
-        # A random start: a fleet that was started at once does not come at once.
+        # A random start spreads the rounds of workers that were started together.
         pause = random.uniform(0.0, INTERVAL_SECONDS)  # noqa: S311 - no secret
         while not stop.wait(pause):
             self.delete_expired(stop)
@@ -135,6 +136,6 @@ class Cleanup:
                     # At most half of the time is spent on deleting, so that the server has room for work.
                     stop.wait(time.monotonic() - began)
         except Exception as error:  # noqa: BLE001 - the boundary of the thread: no failure here may reach a worker
-            _log.warning("clean-up failed", extra={"error": type(error).__name__})
+            logs.say(logging.WARNING, "clean-up failed", {"error": type(error).__name__}, to=_log)
         finally:
             lines.close()

@@ -27,6 +27,7 @@ from ergon_framework.connectors.rabbitmq.message import Message, Outgoing
 from ergon_framework.connectors.rabbitmq.sending import Sender
 from ergon_framework.errors import ConfigurationError, ConnectionLost, ErgonError
 from ergon_framework.failure import Failure
+from ergon_framework.telemetry import logs
 
 _log = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ class Settler:
         except ErgonError as error:
             # Each may be asked for again; those beside them that only end have ended.
             if isinstance(error, ConfigurationError):
-                _log.warning("settlement refused", extra={"queue": self._queue, "error": str(error)})
+                logs.say(logging.WARNING, "settlement refused", {"queue": self._queue, "error": str(error)}, to=_log)
             problems = ["unknown"] * len(living)
         kept: list[tuple[int, Message]] = []
         for (index, message, _), problem in zip(living, problems, strict=True):
