@@ -87,10 +87,10 @@ def text(error: BaseException, *, values: bool = False) -> str:
 
 
 def reduce_validation(message: str, error: BaseException, *, values: bool = False) -> str:
-    """Return *message*, which was made of *error* and its causes, without the input of validation errors of pydantic.
+    """Return *message*, the text of *error* or its causes, without the input of validation errors of pydantic.
 
     The text of such an error quotes the input, which is the payload. Its locations and error types take its place;
-    with *values* it is the other way round.
+    with *values* the full texts replace them again.
     """
     for invalid in _validation_errors(error):
         full, reduced = str(invalid), explain_validation(invalid)
@@ -113,14 +113,14 @@ def explain_validation(error: ValidationError) -> str:
     return f"{count} for {error.title}: {'; '.join(places)}"
 
 
-#: What a message of pydantic may be filled with that is not a constant of the type.
-_OF_THE_INPUT: Final = frozenset({"error", "tag", "tz_actual"})
+#: Keys of an error context whose values come from the input and may be quoted by the message.
+_INPUT_KEYS: Final = frozenset({"error", "tag", "tz_actual"})
 
 
 def explain_fault(fault: ErrorDetails) -> str:
-    """Return what pydantic says of one fault, or its type where the message may quote the input."""
+    """Return the message of pydantic for one fault, or its type if the message may quote the input."""
     known = fault["type"] in get_args(core_schema.ErrorType)
-    return fault["msg"] if known and not _OF_THE_INPUT.intersection(fault.get("ctx", ())) else fault["type"]
+    return fault["msg"] if known and not _INPUT_KEYS.intersection(fault.get("ctx", ())) else fault["type"]
 
 
 def _validation_errors(error: BaseException) -> Iterator[ValidationError]:
@@ -138,7 +138,7 @@ def _validation_errors(error: BaseException) -> Iterator[ValidationError]:
 def to_storable(message: str) -> str:
     """Return *message* in characters that every store accepts."""
     # Undecodable file names put lone surrogates into messages, and PostgreSQL keeps no NUL: a record
-    # that cannot be written would lose the failure it tells of.
+    # that cannot be written would lose the failure.
     return message.replace("\0", "\\0").encode(errors="backslashreplace").decode()
 
 

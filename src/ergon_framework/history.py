@@ -156,20 +156,20 @@ def tried(attempts: Sequence[Attempt]) -> tuple[Event, ...]:
     )
 
 
-def deferred(deferral: Deferral | None) -> tuple[Event, ...]:
+def deferral_events(deferral: Deferral | None) -> tuple[Event, ...]:
     """The latest deferral because of an unavailable service, with how many there were, since when and until when."""
     if deferral is None:
         return ()
     words = f"{deferral.code}: {deferral.error}" if deferral.code else deferral.error
     values: dict[str, Value] = {
         "times": deferral.count,
-        "since": _moment(deferral.since),
-        "at the latest until": _moment(deferral.until),
+        "since": _format_time(deferral.since),
+        "at the latest until": _format_time(deferral.until),
     }
     return (Event(at=deferral.at, what="deferred", words=words, values=values),)
 
 
-def _moment(at: float) -> str:
+def _format_time(at: float) -> str:
     try:
         return datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
     except (ValueError, OverflowError, OSError):  # another program wrote it

@@ -13,7 +13,7 @@ from typing import Any
 
 import typer
 
-from ergon_framework.cli.run import Options, announce, enter, load, look, prepare, tell
+from ergon_framework.cli.run import Options, enter, load, log_worker_start, look, prepare, tell
 from ergon_framework.cli.summary import told
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.runner.exits import Exit
@@ -59,7 +59,7 @@ def main(given: str) -> int:
         prepare(options, found)
         task, rules = load(options, found)
         open_provider_state(task, found)
-        announce(task, rules, number=words["number"])
+        log_worker_start(task, rules, number=words["number"])
         depth = look(task, found, number=words["number"])
     except ConfigurationError as error:
         typer.echo(f"ergon: {error}", err=True)

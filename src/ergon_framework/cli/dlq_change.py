@@ -134,7 +134,7 @@ def _split(path: str) -> list[str]:
 
 
 def _key(container: Any, key: str, path: str, *, new_keys: bool) -> Any:
-    """Return what *key* is in *container*; with *new_keys* an object may be given one that it has not."""
+    """Return *key* as the key or index of *container*; with *new_keys* an object may get a new key."""
     if isinstance(container, dict) and (new_keys or key in container):
         return key
     if isinstance(container, list) and key.isascii() and key.isdigit() and int(key) < len(container):

@@ -86,7 +86,7 @@ def _cron_cells(one: Any) -> tuple[str, ...]:
 
 
 def show_one(found: Any, waits: str | None = None) -> None:
-    """Print everything about one job; *waits* says for which orchestrator it waits."""
+    """Print everything about one job; *waits* describes its wait for an orchestrator."""
     tell(clean(found.id, _CELL), list(_rows(found, waits)))
     if found.error is not None and found.error.traceback:
         typer.echo("\n".join(clean(line, _LONGEST) for line in found.error.traceback.splitlines()))

@@ -66,7 +66,7 @@ def submitted(order: Order, *, config: Path | None, as_json: bool) -> JobExit:
             typer.echo(made.id)
             if not made.created:
                 _say(f"it was there before, and is {made.state}")
-            elif waits := _wait_of(client, client.show(made.id)):
+            elif waits := _describe_wait(client, client.show(made.id)):
                 _say(f"the job waits for an orchestrator: {waits}")
         return JobExit.OK
 
@@ -81,7 +81,7 @@ def shown(job_id: str, *, config: Path | None, as_json: bool) -> JobExit:
         if as_json:
             typer.echo(view.as_line(found))
         else:
-            view.show_one(found, _wait_of(client, found))
+            view.show_one(found, _describe_wait(client, found))
         return JobExit.OK
 
     return done(work, config=config, as_json=as_json)
@@ -184,8 +184,8 @@ def listed(filters: dict[str, Any], *, limit: int, config: Path | None, as_json:
     return done(work, config=config, as_json=as_json)
 
 
-def _wait_of(client: Any, found: Any) -> str | None:
-    """Say which orchestrator a pending job waits for; None if it runs."""
+def _describe_wait(client: Any, found: Any) -> str | None:
+    """Describe the wait of a pending job for an orchestrator; None if an orchestrator runs."""
     if found.state != "pending":
         return None
     registrations = importlib.import_module("ergon_framework.executor.jobs.registrations")

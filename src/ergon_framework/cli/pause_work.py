@@ -70,7 +70,7 @@ class _Desk:
 
 @dataclass(frozen=True, kw_only=True)
 class Pause:
-    """What to pause, who says so and why, and how long to wait for the workers."""
+    """A pause: its name, reason and actor, and how long to wait for the workers."""
 
     name: str
     reason: str
@@ -80,7 +80,7 @@ class Pause:
 
 
 def paused_now(order: Pause, *, config: Path | None, as_json: bool) -> PauseExit:
-    """Carry *order* out, and wait until all workers have finished, if so asked."""
+    """Pause as *order* says; with a wait, return when all workers have finished or the wait is over."""
 
     def work(desk: _Desk) -> PauseExit:
         meant, wait = _meant(order.name), order.wait

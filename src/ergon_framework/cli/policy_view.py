@@ -65,13 +65,14 @@ def _sums(found: Explained) -> Sequence[str]:
         f"worst case of one delivery: {seconds(worst.busy)} from its first attempt until it is settled",
         f"worst case of its claim:    {seconds(worst.held)}, with the wait for others before it begins",
         f"deferred:                   {_deferred(worst.process)}",
-        f"a service is unavailable:   {_unavailable(worst)}",
+        f"a service is unavailable:   {_describe_deferrals(worst)}",
         f"calls of process:           {worst.calls}; {worst.calls_with_crashes} with a crash in each delivery",
         f"the claim:                  {_claim(found)}",
     ]
     lines += [
-        f"stacked: {one.name} tries {one.attempts} times within {seconds(one.timeout)}{_each(one)}: "
-        f"{_count(one.calls)} calls of it for one transaction, {_count(one.calls_with_crashes)} with crashes; "
+        f"stacked: {one.name} tries {one.attempts} times within {seconds(one.timeout)}"
+        f"{_describe_attempt_timeout(one)}: {_format_count(one.calls)} calls of it for one transaction, "
+        f"{_format_count(one.calls_with_crashes)} with crashes; "
         "an open breaker defers without a call, and each of its probes is a call more"
         for one in found.stacked
     ]
@@ -99,20 +100,20 @@ def _deferred(step: StepCase) -> str:
     return f"up to {seconds(step.deferred)} in all, held by the broker" if step.deferred else "no wait is that long"
 
 
-def _unavailable(worst: WorstCase) -> str:
+def _describe_deferrals(worst: WorstCase) -> str:
     if not worst.max_deferral:
         return "no deferral (loop.max_deferral is 0): a dead letter when the provider's own attempts are spent"
     return (
         f"deferred for {seconds(worst.max_deferral)} since the first time (loop.max_deferral), at most "
-        f"{_count(worst.deferrals)} times; costs no attempt and no delivery"
+        f"{_format_count(worst.deferrals)} times; costs no attempt and no delivery"
     )
 
 
-def _each(one: Stacked) -> str:
+def _describe_attempt_timeout(one: Stacked) -> str:
     return "" if one.attempt_timeout is None else f", each at most {seconds(one.attempt_timeout)}"
 
 
-def _count(number: float) -> str:
+def _format_count(number: float) -> str:
     return "any number of" if isinf(number) else f"{number:.0f}"
 
 

@@ -27,12 +27,12 @@ from ergon_framework.runner.health import STARTING, Health
 from ergon_framework.runner.journalling import check as check_journal
 from ergon_framework.runner.journalling import journalled
 from ergon_framework.runner.leaving import flush, guard, leave
-from ergon_framework.runner.loading import consumes, load_policy, load_runnable, load_task, produces
+from ergon_framework.runner.loading import is_consumer, is_producer, load_policy, load_runnable, load_task
 from ergon_framework.runner.measuring import looks
 from ergon_framework.runner.pausing import pausable
 from ergon_framework.runner.probes import probed
 from ergon_framework.runner.process import Ended, Process, Runnable
-from ergon_framework.runner.producing import STDIN, feed
+from ergon_framework.runner.producing import STDIN, create_input_producer
 from ergon_framework.runner.provider_state import close_provider_state, open_provider_state
 from ergon_framework.runner.settings import Settings, settings
 from ergon_framework.runner.stages import Stage
@@ -109,14 +109,14 @@ def load(options: Options, found: Settings) -> tuple[Runnable, ConsumerPolicy | 
     """The task, and the policy that it is to obey."""
     check_journal(found)
     task = load_runnable(options.task)
-    if options.input is not None or not consumes(task):
+    if options.input is not None or not is_consumer(task):
         _prepare_task(task, found)
-        return _fed(task, options, found)
+        return _load_producer(task, options, found)
     return load_consumer(options, found)
 
 
 def load_consumer(options: Options, found: Settings) -> tuple[Runnable, ConsumerPolicy]:
-    """The consumer, and the policy that it is to obey."""
+    """Return the consumer and its policy."""
     check_journal(found)
     task = load_task(options.task)
     _prepare_task(task, found)
@@ -135,16 +135,16 @@ def _prepare_task(task: Runnable, found: Settings) -> None:
         _ = task.connector.connector
 
 
-def _fed(task: Runnable, options: Options, found: Settings) -> tuple[Runnable, ProducerPolicy]:
-    """The producer with its input, which is one stream and so belongs to one process."""
-    if not produces(task):
+def _load_producer(task: Runnable, options: Options, found: Settings) -> tuple[Runnable, ProducerPolicy]:
+    """Return the producer with its input, and its policy; one input belongs to one process."""
+    if not is_producer(task):
         raise ConfigurationError(f"{options.task!r} only consumes, from its queue; --input is for producers")
     if options.streaming is not None:
         raise ConfigurationError("--streaming and --once are for consumers; a producer ends with its input")
     if found.run.processes > 1:
         raise ConfigurationError("a producer runs in one process, which reads the input; leave --processes out")
     rules = _rules(task, ProducerPolicy, options, found)
-    return feed(task, options.input or STDIN), rules
+    return create_input_producer(task, options.input or STDIN), rules
 
 
 def _rules(task: Runnable, kind: type[P], options: Options, found: Settings) -> P:
@@ -174,8 +174,8 @@ def tell(ended: Ended) -> None:
         typer.echo("".join(traceback.format_exception(ended.error)).rstrip(), err=True)
 
 
-def announce(task: Runnable, policy: ConsumerPolicy | ProducerPolicy, *, number: int | None = None) -> None:
-    """Log that a worker starts, and what it runs; *number* is its place among several processes."""
+def log_worker_start(task: Runnable, policy: ConsumerPolicy | ProducerPolicy, *, number: int | None = None) -> None:
+    """Log the start of a worker with its task; *number* is the number of the process among several."""
     fields = {
         Field.TASK: task.name,
         Field.QUEUE: getattr(task.connector, "name", None),
@@ -207,7 +207,7 @@ def _run_one(options: Options, found: Settings, as_json: bool) -> int:  # noqa: 
         _answers(port, found)
         task, rules = load(options, found)
         open_provider_state(task, found)
-        announce(task, rules)
+        log_worker_start(task, rules)
         with pausable(task, found) as gates, journalled(task, found) as journal:
             process = Process(
                 task,

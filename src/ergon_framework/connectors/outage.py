@@ -21,9 +21,9 @@ _lock = threading.Lock()
 
 
 class OutageLog:
-    """The outages of one queue in this process, whichever loops and threads use it.
+    """Log the outages of one queue of this process once, for all loops and threads that use it; thread-safe.
 
-    A call counts by the time at which it began: one that began before the last change is no news of the time after it.
+    A call that began before the last change is ignored: its result says nothing about the time after the change.
     """
 
     def __init__(self, queue: str, address: str | None) -> None:
@@ -31,16 +31,16 @@ class OutageLog:
         self._lost = False
         self._changed = -inf
 
-    def failed(self, error: ConnectionLost, *, began: float) -> None:
+    def note_failure(self, error: ConnectionLost, *, began: float) -> None:
         """Note that a call that began at *began*, a time of the monotonic clock, has lost its connection."""
         with _lock:
             if self._lost or began < self._changed:
                 return
             self._lost, self._changed = True, time.monotonic()
-        blame = {Field.ERROR: masked(describe(error)), Field.ERROR_TYPE: type(error).__name__}
-        logs.say(logging.WARNING, Event.CONNECTION_LOST, self._where | blame, to=log)
+        cause = {Field.ERROR: masked(describe(error)), Field.ERROR_TYPE: type(error).__name__}
+        logs.say(logging.WARNING, Event.CONNECTION_LOST, self._where | cause, to=log)
 
-    def answered(self, *, began: float) -> None:
+    def note_answer(self, *, began: float) -> None:
         """Note that the server has answered a call that began at *began*."""
         with _lock:
             if not self._lost or began < self._changed:
@@ -77,11 +77,11 @@ def public_address(url: str | None, *, scheme: str = "") -> str | None:
     return f"{parts.scheme}://{host}{port}{path}"
 
 
-def _forked() -> None:
-    """Start anew in the child of a fork, which has connections of its own; its parent may have held the lock."""
+def _reset_after_fork() -> None:
+    """Forget outages in a forked child, which opens its own connections; the parent may have held the lock."""
     global _lock  # noqa: PLW0603 - a lock that another process holds cannot be released
     _lock = threading.Lock()
     _outages.clear()
 
 
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_reset_after_fork)

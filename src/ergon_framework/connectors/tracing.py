@@ -8,7 +8,7 @@ from typing import Any
 from ergon_framework.connectors.base import Connector
 from ergon_framework.connectors.deadletters import DeadLetterQuery, DeadLetterRecord
 from ergon_framework.failure import Attempt, Failure
-from ergon_framework.history import Event, History, Kind, Place, State, Value, deferred, in_order, tried
+from ergon_framework.history import Event, History, Kind, Place, State, Value, deferral_events, in_order, tried
 
 #: The most of one id that are told of.
 MOST = 100
@@ -78,8 +78,8 @@ def dead(
             (
                 *created(envelope.get("created_at")),
                 *tried(history),
-                *deferred(envelope.get("deferral")),
-                *_handler_failed(at, failure),
+                *deferral_events(envelope.get("deferral")),
+                *_handler_error_events(at, failure),
                 end,
             )
         ),
@@ -87,7 +87,7 @@ def dead(
     )
 
 
-def _handler_failed(at: float, failure: Failure | None) -> tuple[Event, ...]:
+def _handler_error_events(at: float, failure: Failure | None) -> tuple[Event, ...]:
     """The failure of the exception handler, if it failed too."""
     error = None if failure is None else failure.handler_error
     if error is None:

@@ -279,14 +279,14 @@ class ExecutorProcess:
         flight = None if job_id is None else self._flights.get(job_id)
         if flight is None or job_id is None:
             self._stray("malformed" if isinstance(found, BadLine) else "unknown", line)
-        elif job_id in self._verdicts and not self._may_land(job_id, found):
+        elif job_id in self._verdicts and not self._succeeded_before_kill(job_id, found):
             self._stray("late", line)
         else:
             outcome = verdict.unreadable(job_id, found) if isinstance(found, BadLine) else found
             self.answered += 1
             self._landed(job_id, outcome)
 
-    def _may_land(self, job_id: str, found: ExecutionOutcome | BadLine) -> bool:
+    def _succeeded_before_kill(self, job_id: str, found: ExecutionOutcome | BadLine) -> bool:
         """Whether a job that is to be killed has succeeded before its process was gone."""
         succeeded = isinstance(found, ExecutionOutcome) and found.status is Status.SUCCESS
         return succeeded and self._verdicts[job_id].error_type == verdict.KILLED

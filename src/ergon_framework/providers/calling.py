@@ -407,7 +407,7 @@ def _judge(error: ProviderError, why: Why | None, *, tried: list[Tried], left: f
     """Give *error* its verdict: no layer above tries again at once, and a consumer defers what may pass."""
     if error.later:
         return
-    error.temporary = _may_pass(error, why, tried=tried)
+    error.temporary = _is_temporary(error, why, tried=tried)
     if probe and error.temporary:
         # The failed probe has opened the breaker again, so this is the breaker's deferral: it has no limit.
         error.later = True
@@ -424,7 +424,7 @@ def _judge(error: ProviderError, why: Why | None, *, tried: list[Tried], left: f
         error.final = True
 
 
-def _may_pass(error: ProviderError, why: Why | None, *, tried: list[Tried]) -> bool:
+def _is_temporary(error: ProviderError, why: Why | None, *, tried: list[Tried]) -> bool:
     """Return whether the provider, or the store of its state, is unavailable now and may not be later.
 
     Where no attempt was made because the caller had no time left, the provider has failed nobody.

@@ -212,8 +212,8 @@ class Delivery:
         if found.code == IN_FLIGHT:
             self._come_again(found, counted=False)
         if isinstance(found, ProviderCircuitOpenError):
-            self._come_later(found)
-            found = _real_cause(found, self.invocation.cause)
+            self._reschedule(found)
+            found = _find_cause(found, self.invocation.cause)
         if found.code == BOOKS_UNAVAILABLE and self._deliveries < self._task.max_deliveries:
             self._come_again(found)
         letter = dead_letter(self.invocation, found, attempts=self._deliveries, now=time.time())
@@ -226,10 +226,10 @@ class Delivery:
         if state is State.SUCCEEDING:
             # Another delivery has a result. Whether it lives to report it is seen at the next one.
             self._come_again(None, counted=False)
-        self._over(logging.WARNING, Outcome.DEAD_LETTER, found.reason_code, self._raised(found))
+        self._over(logging.WARNING, Outcome.DEAD_LETTER, found.reason_code, self._to_exception(found))
         _raise_clean(found)
 
-    def _come_later(self, refused: ProviderCircuitOpenError) -> None:
+    def _reschedule(self, refused: ProviderCircuitOpenError) -> None:
         """Send the task again for when the breaker may let it through; return if it may not be sent again."""
         task, request = self._task, self._request
         # An eager task would be run again at once, in this very call.
@@ -298,7 +298,7 @@ class Delivery:
             },
         )
 
-    def _raised(self, error: ProviderError) -> tuple[ExcInfo, str] | None:
+    def _to_exception(self, error: ProviderError) -> tuple[ExcInfo, str] | None:
         """Return where the task's own code failed; other failures are explained by their reason."""
         if error.reason_code is not ReasonCode.INTERNAL_ERROR:
             return None
@@ -352,7 +352,7 @@ def _mapped(error: Exception) -> ProviderError:
         return ProviderInternalError("the task failed with an exception that cannot be read")
 
 
-def _real_cause(refused: ProviderCircuitOpenError, known: ProviderError | None) -> ProviderError:
+def _find_cause(refused: ProviderCircuitOpenError, known: ProviderError | None) -> ProviderError:
     """Return the failure that the open breaker hides, where there was one in this delivery or in one before."""
     cause = refused.__cause__ if isinstance(refused.__cause__, ProviderError) else known
     if cause is None:

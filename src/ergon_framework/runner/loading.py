@@ -48,23 +48,23 @@ def search_here() -> None:
 
 def load_task(name: str) -> Runnable:
     """The consumer that *name*, written ``module:task``, stands for."""
-    return _checked(_found(name, "task", wanted=_runnable), name=name)
+    return _checked(_found(name, "task", wanted=is_consumer), name=name)
 
 
 def load_runnable(name: str) -> Runnable:
-    """The consumer or producer that *name*, written ``module:task``, stands for."""
-    found = _found(name, "task", wanted=lambda value: _runnable(value) or produces(value))
-    return found if produces(found) else _checked(found, name=name)
+    """Return the consumer or producer *name*, written ``module:task``."""
+    found = _found(name, "task", wanted=lambda value: is_consumer(value) or is_producer(value))
+    return found if is_producer(found) else _checked(found, name=name)
 
 
-def produces(value: object) -> bool:
+def is_producer(value: object) -> bool:
     """Whether *value* is a task that produces."""
     return isinstance(value, Task | AsyncTask) and isinstance(value, ProducerMixin | AsyncProducerMixin)
 
 
-def consumes(value: object) -> bool:
+def is_consumer(value: object) -> bool:
     """Whether *value* is a task that consumes."""
-    return _runnable(value)
+    return isinstance(value, Task | AsyncTask) and isinstance(value, ConsumerMixin | AsyncConsumerMixin)
 
 
 def load_connector(name: str) -> Connector | AsyncConnector:
@@ -192,12 +192,8 @@ def _nearest(module: ModuleType, attribute: str, *, kind: str, wanted: Callable[
     return f"its connectors and tasks are: {', '.join(there)}" if there else "it holds neither a connector nor a task"
 
 
-def _runnable(value: object) -> bool:
-    return isinstance(value, Task | AsyncTask) and isinstance(value, ConsumerMixin | AsyncConsumerMixin)
-
-
 def _checked(found: Any, *, name: str) -> Runnable:
-    if _runnable(found):
+    if is_consumer(found):
         task: Runnable = found
         return task
     if isinstance(found, type):

@@ -1,6 +1,6 @@
-"""Producing: a producer that ``ergon run`` feeds with JSON lines, as a task that a process can run.
+"""Producing: run a producer from JSON lines, as a task of ``ergon run``.
 
-A daemon thread reads the input, because a read may block for as long as the writer likes. The task produces
+A daemon thread reads the input, because a read may block without limit. The task produces
 one chunk after the other, so that an input of any length needs the memory of a few chunks.
 """
 
@@ -41,7 +41,7 @@ _ENVELOPE: Final = frozenset(
 )
 
 T = TypeVar("T")
-_Course: TypeAlias = Generator[Callable[[], Any], Any, T]
+_Calls: TypeAlias = Generator[Callable[[], Any], Any, T]
 
 
 class InputError(ConfigurationError):
@@ -140,7 +140,7 @@ class _Reader:
         return item
 
     def wake(self) -> None:
-        """Have ``take`` return, whatever the input does."""
+        """Let ``take`` return at once, also while a read of the input blocks."""
         self._items.put(None)
 
     def _read(self) -> None:
@@ -158,10 +158,10 @@ class _Reader:
 # -- the task -------------------------------------------------------------------------------------
 
 
-class _Feed:
-    """What both variants share: which chunk comes next, under which policy, and what the report says."""
+class _InputProducer:
+    """The part that both variants share: the next chunk, its policy, and the report."""
 
-    #: What probes see of it: it is never stuck by itself, and holds nothing of a queue.
+    #: Read by the probes: the input producer itself is never stuck and holds no claims.
     live = True
     trouble: str | None = None
     in_hand = 0
@@ -173,9 +173,9 @@ class _Feed:
         self.producer = producer
         self._reader = _Reader(_open(source), task=producer.name)
         self._stopped = False
-        self._read_all = False
+        self._is_read = False
         #: The last line whose transaction has an outcome.
-        self._last = 0
+        self._last_line = 0
         self.report = Report()
         share_loops(self, producer)
         if hasattr(producer, "telemetry"):
@@ -186,30 +186,30 @@ class _Feed:
         return str(self.producer.name)
 
     def stop(self) -> None:
-        """Have the present call drain, and read no more; asked again, end at once. Any thread may ask."""
+        """Drain the present call and read no more; a second call ends the drain. Thread-safe."""
         self._stopped = True
         self._reader.wake()
         self.producer.stop()
 
-    def _course(self, policy: ProducerPolicy, gates: tuple[Gate, ...]) -> _Course[Report]:
-        """Yield one call after the other; the variant makes it and sends what it returned, or throws."""
+    def _calls(self, policy: ProducerPolicy, gates: tuple[Gate, ...]) -> _Calls[Report]:
+        """Yield one call after the other; the variant makes the call and sends its result, or throws its error."""
         deadline = None if policy.loop.timeout is None else time.monotonic() + policy.loop.timeout
         self._reader.start()
         while True:
             while (pause := ask(gates)) is not None and not self._stopped:
                 yield partial(self._sleep, pause.seconds)
-            rules = self._rules(policy, deadline)
+            rules = self._next_policy(policy, deadline)
             if isinstance(rules, End):
-                return self._over(rules, policy)
-            chunk = yield from self._next(deadline)
+                return self._finish(rules, policy)
+            chunk = yield from self._next_chunk(deadline)
             if isinstance(chunk, End):
-                return self._over(chunk, policy)
+                return self._finish(chunk, policy)
             end = yield from self._produce(chunk, rules)
             if end is not End.DONE:
-                return self._over(end, policy)
+                return self._finish(end, policy)
 
-    def _rules(self, policy: ProducerPolicy, deadline: float | None) -> ProducerPolicy | End:
-        """The policy of the next call, with what is left of limit and time; or why there is none."""
+    def _next_policy(self, policy: ProducerPolicy, deadline: float | None) -> ProducerPolicy | End:
+        """Return the policy of the next call, with the rest of limit and timeout; or the reason to end."""
         changes: dict[str, Any] = {}
         if policy.loop.limit is not None:
             changes["limit"] = policy.loop.limit - self.report.started
@@ -221,8 +221,8 @@ class _Feed:
                 return End.TIMEOUT
         return policy.model_copy(update={"loop": policy.loop.model_copy(update=changes)}) if changes else policy
 
-    def _next(self, deadline: float | None) -> _Course[Chunk | End]:
-        """The next chunk, or why there is none."""
+    def _next_chunk(self, deadline: float | None) -> _Calls[Chunk | End]:
+        """Return the next chunk, or the reason to end."""
         timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
         try:
             chunk: Chunk | None = yield partial(self._take, timeout)
@@ -233,10 +233,10 @@ class _Feed:
             raise
         if self._stopped:
             return End.STOP
-        self._read_all = chunk is None
+        self._is_read = chunk is None
         return End.DONE if chunk is None else chunk
 
-    def _produce(self, chunk: Chunk, rules: ProducerPolicy) -> _Course[End]:
+    def _produce(self, chunk: Chunk, rules: ProducerPolicy) -> _Calls[End]:
         try:
             done: ProduceReport = yield partial(self.producer.produce_transactions, chunk.transactions, rules)
         except (LoopTimeout, LoopStalled) as error:
@@ -253,7 +253,7 @@ class _Feed:
 
     def _add(self, chunk: Chunk, done: ProduceReport) -> None:
         report = self.report
-        self._last = chunk.last
+        self._last_line = chunk.last
         for outcome in done.outcomes:
             report.add(outcome)
             report.started += outcome.started
@@ -261,15 +261,15 @@ class _Feed:
         report.fenced += done.fenced
 
     def _attach_report(self, error: Any) -> None:
-        """Attach what was done so far; before the first transaction that is nothing."""
+        """Attach the report to *error* if there is at least one outcome."""
         if self.report.finished:
             error.report = self.report
 
-    def _over(self, end: End, policy: ProducerPolicy) -> Report:
-        """Return the report, or raise the error that says what was not sent."""
+    def _finish(self, end: End, policy: ProducerPolicy) -> Report:
+        """Return the report, or raise the error that names the rest of the input."""
         report = self.report
         report.end = end
-        rest = "the input was read to its end" if self._read_all else f"lines after {self._last} were not produced"
+        rest = "the input was read to its end" if self._is_read else f"lines after {self._last_line} were not produced"
         if end is End.TIMEOUT:
             raise LoopTimeout(f"the run's {policy.loop.timeout} s are over; {rest}", report)
         failed = report.counts[Kind.FAILED] + report.counts[Kind.HANDLER_FAILED]
@@ -285,7 +285,7 @@ class _Feed:
         return report
 
 
-class InputProducer(_Feed, Task):
+class InputProducer(_InputProducer, Task):
     """Feeds a producer on threads."""
 
     def __init__(self, producer: Any, source: str) -> None:
@@ -300,9 +300,9 @@ class InputProducer(_Feed, Task):
 
     def consume_transactions(self, policy: ProducerPolicy, *, gates: Sequence[Gate] = (), **_: Any) -> Report:
         """Produce chunk after chunk until the input ends, or until there is another reason to end."""
-        course = self._course(policy, tuple(gates))
-        advance = partial(course.send, None)
-        with loops_of(self).entered(self, _nothing):
+        calls = self._calls(policy, tuple(gates))
+        advance = partial(calls.send, None)
+        with loops_of(self).entered(self, _ignore_stop):
             while True:
                 try:
                     call = advance()
@@ -310,9 +310,9 @@ class InputProducer(_Feed, Task):
                     report: Report = stop.value
                     return report
                 try:
-                    advance = partial(course.send, call())
-                except Exception as error:  # noqa: BLE001 - the course raises what it does not handle
-                    advance = partial(course.throw, error)
+                    advance = partial(calls.send, call())
+                except Exception as error:  # noqa: BLE001 - the generator raises what it does not handle
+                    advance = partial(calls.throw, error)
 
     def _sleep(self, seconds: float) -> None:
         time.sleep(seconds)
@@ -321,7 +321,7 @@ class InputProducer(_Feed, Task):
         return self._reader.take(timeout)
 
 
-class AsyncInputProducer(_Feed, AsyncTask):
+class AsyncInputProducer(_InputProducer, AsyncTask):
     """Feeds a producer on asyncio; in every other respect the same."""
 
     def __init__(self, producer: Any, source: str) -> None:
@@ -336,9 +336,9 @@ class AsyncInputProducer(_Feed, AsyncTask):
 
     async def consume_transactions(self, policy: ProducerPolicy, *, gates: Sequence[Gate] = (), **_: Any) -> Report:
         """Produce as InputProducer does."""
-        course = self._course(policy, tuple(gates))
-        advance = partial(course.send, None)
-        with loops_of(self).entered(self, _nothing):
+        calls = self._calls(policy, tuple(gates))
+        advance = partial(calls.send, None)
+        with loops_of(self).entered(self, _ignore_stop):
             while True:
                 try:
                     call = advance()
@@ -346,9 +346,9 @@ class AsyncInputProducer(_Feed, AsyncTask):
                     report: Report = stop.value
                     return report
                 try:
-                    advance = partial(course.send, await call())
+                    advance = partial(calls.send, await call())
                 except Exception as error:  # noqa: BLE001 - as in the other variant
-                    advance = partial(course.throw, error)
+                    advance = partial(calls.throw, error)
 
     async def _sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
@@ -357,8 +357,8 @@ class AsyncInputProducer(_Feed, AsyncTask):
         return await asyncio.to_thread(self._reader.take, timeout)
 
 
-def feed(producer: Task | AsyncTask, source: str) -> InputProducer | AsyncInputProducer:
-    """Make a task that produces what *source*, a file or ``-`` for standard input, holds."""
+def create_input_producer(producer: Task | AsyncTask, source: str) -> InputProducer | AsyncInputProducer:
+    """Return a task that produces the lines of *source*, a file or ``-`` for standard input."""
     return AsyncInputProducer(producer, source) if isinstance(producer, AsyncTask) else InputProducer(producer, source)
 
 
@@ -369,9 +369,9 @@ def _open(source: str) -> BinaryIO:
     try:
         return Path(source).open("rb")
     except OSError as error:
-        said = f"input {source!r} cannot be read: {error.strerror}; pass a file, or - for standard input"
-        raise ConfigurationError(said) from error
+        message = f"input {source!r} cannot be read: {error.strerror}; pass a file, or - for standard input"
+        raise ConfigurationError(message) from error
 
 
-def _nothing() -> None:
-    """Stop nothing: the feed has a method of its own for that."""
+def _ignore_stop() -> None:
+    """Do nothing: ``stop`` of the input producer ends the run."""

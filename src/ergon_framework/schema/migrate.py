@@ -25,7 +25,7 @@ from ergon_framework.schema.revisions import CHAIN, SCHEMA, suffices
 #: Two who upgrade at once take turns.
 _TURN: Final = 0x6572676F6E
 #: Two who build indexes at once take turns; another number, because the turn above is waited for inside a transaction.
-_INDEX_TURN: Final = 0x6572676F71
+_INDEX_LOCK: Final = 0x6572676F71
 _INDEX_POLL_SECONDS: Final = 0.2
 _IS_INVALID: Final = "select not indisvalid from pg_index where indexrelid = to_regclass(:name)"
 #: Seconds to wait for a server, unless the address says otherwise.
@@ -82,7 +82,7 @@ def _prepare_indexes(dsn: str) -> None:
         if not _lacks_indexes(connection):
             return
         # The lock is polled for: a transaction that waits for it would be one that the concurrent build waits for.
-        while not connection.execute(text("select pg_try_advisory_xact_lock(:turn)"), {"turn": _INDEX_TURN}).scalar():
+        while not connection.execute(text("select pg_try_advisory_xact_lock(:turn)"), {"turn": _INDEX_LOCK}).scalar():
             connection.rollback()
             time.sleep(_INDEX_POLL_SECONDS)
         if _lacks_indexes(connection):

@@ -10,7 +10,7 @@ from typing import Any, Self
 from ergon_framework.connectors.base import AsyncConnector, Connector
 from ergon_framework.connectors.bridge import as_async, as_sync
 from ergon_framework.errors import ConfigurationError
-from ergon_framework.task.defaults import kinds_of, wrong_policy
+from ergon_framework.task.defaults import kinds_of, wrong_policy_error
 from ergon_framework.task.gates import Gate
 from ergon_framework.task.mixins.policies import ConsumerPolicy, ProducerPolicy
 from ergon_framework.task.report import Report
@@ -74,7 +74,7 @@ class _Base:
             self.policy = policy
         kinds = tuple(kinds_of(self) or (ConsumerPolicy, ProducerPolicy))
         if self.policy is not None and not isinstance(self.policy, kinds):
-            raise wrong_policy(self, self.policy, *kinds)
+            raise wrong_policy_error(self, self.policy, *kinds)
         if gates is not None:
             self.gates = gates
         self.services = Services(services, owner=self.name)

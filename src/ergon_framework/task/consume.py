@@ -184,7 +184,7 @@ class Consumption:
             deadline=self._deadline,
             patient=self._loop.streaming,
             give_back=self._intake.give_back,
-            on_retry=self._watch.refetching,
+            on_retry=self._watch.on_fetch_retry,
         )
 
     def _feed(self, fetcher: Fetcher) -> Script[End]:

@@ -24,7 +24,7 @@ def choose_policy(task: object, policy: object, kind: type[P]) -> P:
     other_kinds = tuple(kinds_of(task) - {kind})
     if policy is None and (chosen is None or isinstance(chosen, other_kinds)):
         return kind()
-    raise wrong_policy(task, chosen, kind)
+    raise wrong_policy_error(task, chosen, kind)
 
 
 def choose_gates(task: object, gates: Sequence[Gate] | None) -> tuple[Gate, ...]:
@@ -42,7 +42,9 @@ def kinds_of(task: object) -> set[type[ConsumerPolicy | ProducerPolicy]]:
     return kinds
 
 
-def wrong_policy(task: object, policy: object, *kinds: type[ConsumerPolicy | ProducerPolicy]) -> ConfigurationError:
+def wrong_policy_error(
+    task: object, policy: object, *kinds: type[ConsumerPolicy | ProducerPolicy]
+) -> ConfigurationError:
     """Build the error for a policy of the wrong type."""
     wanted = sorted(kind.__name__ for kind in kinds)
     name = getattr(task, "name", type(task).__name__)

@@ -113,7 +113,7 @@ class Observer(Onlooker):
         self._fetching = Fetching(root, outline, counts=self._counts, options=self.options, outage=self._outage)
         return self._fetching
 
-    def refetching(self, number: int, error: BaseException, delay: float) -> None:
+    def on_fetch_retry(self, number: int, error: BaseException, delay: float) -> None:
         self._failed_attempt({Field.STEP: "fetch"}, number, error, delay=delay)
 
     def fetched(self, deliveries: Sequence[Delivery] | None, error: BaseException | None) -> None:
@@ -186,7 +186,7 @@ class Observer(Onlooker):
     def _remember(self, outcome: Outcome, node: Node) -> None:
         self._nodes[id(outcome)] = node
 
-    def retrying(self, transaction: Transaction, note: Note) -> None:
+    def on_retry(self, transaction: Transaction, note: Note) -> None:
         self._failed_attempt(_ids(transaction) | {Field.STEP: note.step}, note.attempt, note.error, delay=note.delay)
 
     def trace_id(self, outcome: Outcome) -> str | None:
@@ -216,7 +216,7 @@ class Observer(Onlooker):
         if outcome.kind is not Kind.SUCCEEDED:
             level, event = _EVENTS[outcome.kind]
             if logs.log.isEnabledFor(level):
-                self._say(level, event, self._fields(outcome, node), self._raised(outcome))
+                self._say(level, event, self._fields(outcome, node), self._to_exception(outcome))
 
     # -- what is logged -------------------------------------------------------------------------
 
@@ -229,7 +229,7 @@ class Observer(Onlooker):
     def _say(self, level: int, event: str, fields: dict[str, Any], raised: tuple[ExcInfo, str] | None = None) -> None:
         logs.say(level, event, {Field.TASK: self._outline.task, **fields}, raised=raised)
 
-    def _raised(self, outcome: Outcome) -> tuple[ExcInfo, str] | None:
+    def _to_exception(self, outcome: Outcome) -> tuple[ExcInfo, str] | None:
         """The error of a failed transaction with its traceback; a BUSINESS failure is a decision, and has none here."""
         error, handler_error = outcome.error, outcome.handler_error
         if error is None or outcome.kind not in (Kind.FAILED, Kind.HANDLER_FAILED):
@@ -327,9 +327,9 @@ class Fetching:
         if self._outage is None:
             return
         if error is None:
-            self._outage.answered(began=self._called)
+            self._outage.note_answer(began=self._called)
         elif isinstance(error.__cause__, ConnectionLost):
-            self._outage.failed(error.__cause__, began=self._called)
+            self._outage.note_failure(error.__cause__, began=self._called)
 
     def over(self, got: int | None, error: BaseException | None) -> None:
         counts = self._counts

@@ -51,7 +51,7 @@ class Production:
         self._clock = course.senses.clock
         # A copy: the caller may change the list meanwhile.
         self._transactions = _check(transactions)
-        self._distinct = _distinct(self._transactions)
+        self._distinct = _select_distinct(self._transactions)
         self._loop = policy.loop
         self._watch = watch or Onlooker()
         self.mailbox = mailbox()
@@ -185,12 +185,12 @@ def _check(transactions: Sequence[Transaction]) -> tuple[Transaction, ...]:
     return given
 
 
-def _distinct(transactions: Sequence[Transaction]) -> list[Transaction]:
+def _select_distinct(transactions: Sequence[Transaction]) -> list[Transaction]:
     """List each transaction once, in order; raise if two different ones have the same source and id."""
     first: dict[tuple[str, str], int] = {}
     for position, transaction in enumerate(transactions):
         earlier = first.setdefault(_name(transaction), position)
-        if not _same(transactions[earlier], transaction):
+        if not _is_same(transactions[earlier], transaction):
             raise ConfigurationError(
                 f"input of produce_transactions is invalid: two different transactions have the id {transaction.id!r}, "
                 f"at positions {earlier} and {position}; give each its own id"
@@ -198,7 +198,7 @@ def _distinct(transactions: Sequence[Transaction]) -> list[Transaction]:
     return [transactions[position] for position in first.values()]
 
 
-def _same(one: Transaction, other: Transaction) -> bool:
+def _is_same(one: Transaction, other: Transaction) -> bool:
     """Whether both ask for the same work; when it was created and by whom it is traced does not matter."""
     if one is other:
         return True

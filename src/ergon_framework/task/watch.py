@@ -35,7 +35,7 @@ class Onlooker:
         """A fetch begins."""
         return None
 
-    def refetching(self, number: int, error: BaseException, delay: float) -> None:
+    def on_fetch_retry(self, number: int, error: BaseException, delay: float) -> None:
         """Attempt *number* at a fetch failed, and another follows after *delay* seconds."""
 
     def fetched(self, deliveries: Sequence[Delivery] | None, error: BaseException | None) -> None:
@@ -51,7 +51,7 @@ class Onlooker:
         """A lifecycle begins; None when nobody records this one."""
         return None
 
-    def retrying(self, transaction: Transaction, note: Note) -> None:
+    def on_retry(self, transaction: Transaction, note: Note) -> None:
         """An attempt at a step failed, and another follows; called wherever the transaction runs."""
 
     def trace_id(self, outcome: Outcome) -> str | None:  # noqa: ARG002 - for those who look

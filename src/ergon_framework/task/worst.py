@@ -106,7 +106,7 @@ def worst_case(policy: ConsumerPolicy) -> WorstCase:
         # The last permitted delivery runs alone: it waits for all that run, and for what was held beyond the slots.
         queued=1 + ceil(loop.prefetch / loop.concurrency.value),
         max_deferral=loop.max_deferral,
-        deferrals=_deferrals(steps.process.retry, loop.max_deferral),
+        deferrals=_count_deferrals(steps.process.retry, loop.max_deferral),
     )
 
 
@@ -126,7 +126,7 @@ def refuse_too_long(policy: ConsumerPolicy, capabilities: Capabilities, *, queue
     )
 
 
-def _deferrals(retry: RetryPolicy, limit: float) -> float:
+def _count_deferrals(retry: RetryPolicy, limit: float) -> float:
     """Count the deferrals within *limit* seconds if every attempt fails at once and every wait is the shortest."""
     count, elapsed = 0, 0.0
     while elapsed < limit:

@@ -38,10 +38,10 @@ def format_traceback(error: BaseException | None, options: TelemetryOptions) -> 
         # Its end names the error.
         return _redact(remote, options)[-TRACEBACK:].decode(errors="ignore")
     try:
-        chain = _chain(find_raised(error))
+        chain = _build_chain(find_raised(error))
         if not any(frames for _, frames in chain):
             return None
-        return _redact("\n".join(_lines(chain, options)), options)[:TRACEBACK].decode(errors="ignore")
+        return _redact("\n".join(_format_chain(chain, options)), options)[:TRACEBACK].decode(errors="ignore")
     except Exception:  # noqa: BLE001 - errors and hooks are foreign code; a failure is recorded without its traceback
         return None
 
@@ -53,8 +53,8 @@ def to_exc_info(error: BaseException, options: TelemetryOptions) -> ExcInfo:
     stand-in with the redacted message takes the error's place.
     """
     raised = find_raised(error)
-    entry = _entry(raised.__traceback__)
-    if all(_is_shown_as_raised(link, options) for link in _errors(raised)):
+    entry = _skip_framework(raised.__traceback__)
+    if all(_is_shown_as_raised(link, options) for link in _list_errors(raised)):
         return type(raised), raised, entry
     message = _message(raised, options)
     return ErgonError, ErgonError(f"{type(raised).__qualname__}: {message}").with_traceback(entry), entry
@@ -82,11 +82,11 @@ class _Link(NamedTuple):
     """One error of a chain, the words that join it to the one before, and whether its message is hidden."""
 
     error: BaseException
-    joint: str = ""
+    relation: str = ""
     hidden: bool = False
 
 
-def _errors(error: BaseException) -> list[_Link]:
+def _list_errors(error: BaseException) -> list[_Link]:
     """List *error* and what led to it, outermost first."""
     waiting, errors = [_Link(error)], list[_Link]()
     while waiting and len(errors) < MAX_ERRORS:
@@ -109,27 +109,27 @@ def _hides_causes(error: BaseException) -> bool:
     return isinstance(error, ErgonError) and error.hides_causes
 
 
-def _chain(error: BaseException) -> list[tuple[_Link, _Frames]]:
+def _build_chain(error: BaseException) -> list[tuple[_Link, _Frames]]:
     """List the errors of a chain with their frames; no frames at all if no user code is among them."""
-    chain = [(link, _frames(link.error.__traceback__)) for link in _errors(error)]
-    if isinstance(error, ErgonError) and not any(_is_users(frame) for _, frames in chain for frame, _ in frames):
+    chain = [(link, _list_frames(link.error.__traceback__)) for link in _list_errors(error)]
+    if isinstance(error, ErgonError) and not any(_is_user_code(frame) for _, frames in chain for frame, _ in frames):
         return [(link, []) for link, _ in chain]
     return chain
 
 
-def _frames(trace: TracebackType | None) -> _Frames:
-    return list(traceback.walk_tb(_entry(trace)))
+def _list_frames(trace: TracebackType | None) -> _Frames:
+    return list(traceback.walk_tb(_skip_framework(trace)))
 
 
-def _entry(trace: TracebackType | None) -> TracebackType | None:
+def _skip_framework(trace: TracebackType | None) -> TracebackType | None:
     """Return *trace* from the first frame of user code on; all of it where there is none."""
     users = trace
-    while users is not None and not _is_users(users.tb_frame):
+    while users is not None and not _is_user_code(users.tb_frame):
         users = users.tb_next
     return users or trace
 
 
-def _is_users(frame: FrameType) -> bool:
+def _is_user_code(frame: FrameType) -> bool:
     top = str(frame.f_globals.get("__name__", "")).partition(".")[0]
     return top != LIBRARY and top not in sys.stdlib_module_names
 
@@ -137,35 +137,35 @@ def _is_users(frame: FrameType) -> bool:
 # -- the text -------------------------------------------------------------------------------------
 
 
-def _lines(chain: Sequence[tuple[_Link, _Frames]], options: TelemetryOptions) -> list[str]:
+def _format_chain(chain: Sequence[tuple[_Link, _Frames]], options: TelemetryOptions) -> list[str]:
     lines: list[str] = []
     spare = MAX_FRAMES - sum(min(len(frames), MAX_FRAMES // len(chain)) for _, frames in chain)
     for link, frames in chain:
         share = min(len(frames), MAX_FRAMES // len(chain))
         more = min(spare, len(frames) - share)
         spare -= more
-        lines += [link.joint] if link.joint else []
-        lines += _shown(frames, share + more)
-        lines.append(_title(link, options))
+        lines += [link.relation] if link.relation else []
+        lines += _format_frames(frames, share + more)
+        lines.append(_format_title(link, options))
     return lines
 
 
-def _title(link: _Link, options: TelemetryOptions) -> str:
+def _format_title(link: _Link, options: TelemetryOptions) -> str:
     name = type(link.error).__qualname__
     return name if link.hidden else f"{name}: {describe(link.error, values=options.record_payloads)}"
 
 
-def _shown(frames: _Frames, most: int) -> list[str]:
+def _format_frames(frames: _Frames, most: int) -> list[str]:
     """Show *most* of *frames*: the first ones, where the user's function is, and the last ones, where it failed."""
     first = len(frames) if len(frames) <= most else most // 4
     last = len(frames) - (most - first)
-    lines = [line for frame in frames[:first] for line in _frame(*frame)]
+    lines = [line for frame in frames[:first] for line in _format_frame(*frame)]
     if first < last:
         lines.append(f"... {last - first} frames left out")
-    return lines + [line for frame in frames[max(first, last) :] for line in _frame(*frame)]
+    return lines + [line for frame in frames[max(first, last) :] for line in _format_frame(*frame)]
 
 
-def _frame(frame: FrameType, number: int) -> list[str]:
+def _format_frame(frame: FrameType, number: int) -> list[str]:
     code = frame.f_code
     place = f"{code.co_filename[-MAX_LINE:]}:{number} in {code.co_name[:MAX_LINE]}"
     source = linecache.getline(code.co_filename, number, frame.f_globals).strip()[:MAX_LINE]

@@ -29,9 +29,9 @@ def outage(caplog):
 @pytest.mark.spec("DX-12")
 def test_two_users_of_a_queue_log_one_outage(outage, caplog):
     for _ in range(3):
-        outage.failed(LOST, began=time.monotonic())
+        outage.note_failure(LOST, began=time.monotonic())
     for _ in range(3):
-        outage.answered(began=time.monotonic())
+        outage.note_answer(began=time.monotonic())
     lost, restored = caplog.records
     assert events_of(caplog.records) == ["connection lost", "connection restored"]
     assert (lost.levelno, lost.address, lost.error_type) == (logging.WARNING, "amqp://host:5672", "ConnectionLost")
@@ -43,15 +43,15 @@ def test_two_users_of_a_queue_log_one_outage(outage, caplog):
 @pytest.mark.spec("DX-12")
 def test_a_call_from_before_a_change_is_no_news(outage, caplog):
     before = time.monotonic()
-    outage.answered(began=before)
-    outage.failed(LOST, began=time.monotonic())
-    outage.answered(began=before)
+    outage.note_answer(began=before)
+    outage.note_failure(LOST, began=time.monotonic())
+    outage.note_answer(began=before)
     assert events_of(caplog.records) == ["connection lost"]
     during = time.monotonic()
-    outage.answered(began=time.monotonic())
-    outage.failed(LOST, began=during)
+    outage.note_answer(began=time.monotonic())
+    outage.note_failure(LOST, began=during)
     assert events_of(caplog.records) == ["connection lost", "connection restored"]
-    outage.failed(LOST, began=time.monotonic())
+    outage.note_failure(LOST, began=time.monotonic())
     assert events_of(caplog.records) == ["connection lost", "connection restored", "connection lost"]
 
 

@@ -88,21 +88,21 @@ def fitted(request: Request, most: int) -> Request | None:
     return None
 
 
-def _drop_tracebacks(told: dict[str, Any]) -> None:
-    for error in (told["failure"], (told["failure"] or {}).get("handler_error")):
+def _drop_tracebacks(record: dict[str, Any]) -> None:
+    for error in (record["failure"], (record["failure"] or {}).get("handler_error")):
         if error:
             error["traceback"] = None
 
 
-def _drop_history(told: dict[str, Any]) -> None:
-    told["envelope"]["history"] = []
-    told["envelope"]["deferral"] = None
-    if told["failure"]:
-        told["failure"]["history"] = []
+def _drop_history(record: dict[str, Any]) -> None:
+    record["envelope"]["history"] = []
+    record["envelope"]["deferral"] = None
+    if record["failure"]:
+        record["failure"]["history"] = []
 
 
-def _drop_failure(told: dict[str, Any]) -> None:
-    told["failure"] = None
+def _drop_failure(record: dict[str, Any]) -> None:
+    record["failure"] = None
 
 
 def own(headers: dict[str, str]) -> dict[str, str]:

@@ -76,7 +76,7 @@ class Claiming:
         self._is_closed = False
 
     def close(self) -> None:
-        """Have what is held return with its lease, and what a fetch still brings; other queues renew the instance."""
+        """Let held claims, and those of a fetch under way, return with their lease; other queues renew the instance."""
         self._is_closed = True
         self._tenure.abandon(list(self.held))
 
@@ -220,7 +220,7 @@ class Claiming:
     def _disown(self) -> Operation[None]:
         """The same, again and again: a claim may arrive at the server long after it was given up.
 
-        Often while it is doubted most, then rarely, for as long as the instance lives.
+        Each second at first, then rarely, for as long as the instance lives.
         """
         now, doubted = self._clock(), dict(self._doubted)
         if not doubted or now < self._disowned + (1.0 if max(doubted.values()) > now else DOUBT):

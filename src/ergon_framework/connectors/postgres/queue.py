@@ -329,7 +329,7 @@ class PostgresQueue(Connector, AsyncConnector):
         return (yield from self._claiming.claim(number, count, asks=self._listening > 0 and home.doorbell.hears))
 
     def _start_cleanup(self, home: Home, number: int) -> None:
-        """Have old marks and dead letters deleted while this queue is open; a queue that only sends does not."""
+        """Delete old marks and dead letters while this queue is open; a queue that only sends deletes none."""
         with self._lock:
             if self._end_retention is not None or self._home is not home:
                 return
@@ -342,7 +342,7 @@ class PostgresQueue(Connector, AsyncConnector):
                 self._end_retention.append(home.cleanup.add(dead_letters))
 
     def _return_unsettled(self, home: Home, number: int) -> Operation[None]:
-        """Return claims that their owners have left: a renewal of the whole process would keep them for its life."""
+        """Return claims that nothing will settle: renewals of the process would keep them while it runs."""
         returned = yield from home.tenure.return_abandoned()
         if (yield from self._settler.return_failed(number)) or returned:
             self._arrivals.arrived()

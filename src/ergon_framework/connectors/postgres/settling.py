@@ -83,24 +83,24 @@ class Settler:
         return bool(self._owed)
 
     def _note_failed(self, settlings: Iterable[Settling]) -> None:
-        """Have these claims return with the lease unless they are settled; renewals of others would keep them."""
+        """Let these claims return with the lease unless they are settled; other renewals would keep them."""
         for delivery, _ in settlings:
             if isinstance(delivery.receipt, Receipt):
                 self._failed.setdefault(delivery.receipt, self._tenure.until)
 
     def extend_failed(self, receipts: Iterable[Receipt], until: float) -> None:
-        """Keep those claims among *receipts* whose settlement has failed: the caller still means to settle them."""
+        """Extend the claims of *receipts* whose settlement has failed: the caller is going to settle them."""
         self._failed |= {receipt: until for receipt in receipts if receipt in self._failed}
 
     def return_failed(self, queue: int) -> Operation[bool]:
-        """Return claims whose settlement has failed and whose lease is over; whether there were any."""
+        """Return claims whose settlement has failed and whose lease is over; return whether there were any."""
         now, worker = time.monotonic(), self._tenure.worker
         due = [receipt for receipt, end in list(self._failed.items()) if end <= now]
         mine = [receipt for receipt in due if receipt.worker == worker]
         if mine:
-            emptied = self._emptied_by(mine)
+            emptied = self._find_emptied(mine)
             yield BEGIN
-            yield Query(statements.RETURN, _named(mine, queue, emptied))
+            yield Query(statements.RETURN, _claim_parameters(mine, queue, emptied))
             yield Query(statements.WAKE, {"queue": queue})
             yield COMMIT
             self._claiming.settled(mine, emptied)
@@ -191,9 +191,9 @@ class Settler:
         return {_claim(receipt) for receipt in doubted if receipt.worker in living}
 
     def _emptied(self, groups: dict[type[Settlement], list[_Placed]]) -> set[tuple[int, int]]:
-        return self._emptied_by(delivery.receipt for placed in groups.values() for _, delivery, _ in placed)
+        return self._find_emptied(delivery.receipt for placed in groups.values() for _, delivery, _ in placed)
 
-    def _emptied_by(self, receipts: Iterable[Receipt]) -> set[tuple[int, int]]:
+    def _find_emptied(self, receipts: Iterable[Receipt]) -> set[tuple[int, int]]:
         """The claims of which nothing is left once all of these are settled, or was left before."""
         settled: dict[tuple[int, int], set[int]] = {}
         for receipt in receipts:
@@ -205,7 +205,7 @@ class Settler:
         self, kind: type[Settlement], queue: int, placed: list[_Placed], emptied: Collection[tuple[int, int]]
     ) -> Query:
         receipts = [delivery.receipt for _, delivery, _ in placed]
-        given = _named(receipts, queue, emptied)
+        given = _claim_parameters(receipts, queue, emptied)
         if kind is Ack:
             keyed = any(receipt.key is not None for receipt in receipts)
             return Query(statements.ACK[keyed, self._inbox], given)
@@ -235,8 +235,8 @@ def _claim(receipt: Receipt) -> _Claim:
     return receipt.id, receipt.worker, receipt.token
 
 
-def _named(receipts: Sequence[Receipt], queue: int, emptied: Collection[tuple[int, int]]) -> dict[str, Any]:
-    """The parameters by which a statement finds what is settled."""
+def _claim_parameters(receipts: Sequence[Receipt], queue: int, emptied: Collection[tuple[int, int]]) -> dict[str, Any]:
+    """Return the parameters by which a statement finds the claims of *receipts*."""
     return {
         "ids": _numbers(receipt.id for receipt in receipts),
         "ranks": _numbers("null" if receipt.rank is None else receipt.rank for receipt in receipts),

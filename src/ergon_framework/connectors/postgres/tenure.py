@@ -42,12 +42,12 @@ class Tenure:
         return next(self._tokens)
 
     def abandon(self, claims: Iterable[tuple[int, int]]) -> None:
-        """Return these claims, each a worker and a token, when the lease ends that they have now."""
+        """Let these claims, each a worker and a token, return at the end of their present lease."""
         with self._lock:
             self._abandoned |= dict.fromkeys(claims, self.until)
 
     def return_abandoned(self) -> Operation[bool]:
-        """Return abandoned claims whose lease is over; whether there were any. Called wherever a lease is renewed."""
+        """Return abandoned claims whose lease is over, at each renewal of the lease; return whether there were any."""
         if not self._abandoned:
             return False
         now = time.monotonic()

@@ -13,7 +13,7 @@ from ergon_framework.connectors.codec import read_headers
 from ergon_framework.connectors.postgres.headers import texts
 from ergon_framework.connectors.tracing import MOST, about, created, dead
 from ergon_framework.failure import Failure
-from ergon_framework.history import Event, History, Kind, Place, State, Value, deferred, in_order, tried
+from ergon_framework.history import Event, History, Kind, Place, State, Value, deferral_events, in_order, tried
 from ergon_framework.schema.operation import Operation, Query
 from ergon_framework.schema.snapshot import in_one_snapshot
 
@@ -153,7 +153,7 @@ def _waits(transaction_id: str, row: _Waiting) -> History:
                 *created(envelope.get("created_at")),
                 sent,
                 *tried(envelope.get("history", ())),
-                *deferred(envelope.get("deferral")),
+                *deferral_events(envelope.get("deferral")),
             )
         ),
         place=_place(row),

@@ -1,7 +1,7 @@
-"""Fields: properties whose headers the client cannot decode, or would change, read and written as they came.
+"""Fields: read and write message headers that pika cannot decode or would change.
 
 pika ends the connection at a timestamp beyond the year 9999, and reads a floating-point header as an integer. Other
-programs write both, so the frames that carry properties are read here where pika cannot do it faithfully.
+programs write both, so this module reads the frames that carry such properties.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _decode_array(encoded: bytes, offset: int) -> tuple[list[Any], int]:
 
 
 class _FaithfulReading:
-    """Overrides how a connection reads frames. It is the client's own method: its version is capped, a test watches."""
+    """Override how a connection reads frames: a private method of pika, whose version is capped and tested."""
 
     _frame_buffer: bytes
 
@@ -144,7 +144,7 @@ class _FaithfulReading:
 
 
 def _is_ambiguous(headers: Mapping[Any, Any] | None) -> bool:
-    """Whether a header may have been a floating-point number: those are read as long integers, like all others."""
+    """Whether a header may have been a floating-point number, which pika reads as a long integer."""
     return headers is not None and any(type(value) in (long, dict, list) for value in headers.values())
 
 
@@ -166,7 +166,7 @@ def _read_header(buffer: bytes, problem: str) -> tuple[int, frame.Header]:
     properties.decode(rest)
     try:
         properties.headers, _ = decode_table(encoded, begin)
-    except Exception as error:  # noqa: BLE001  # as above: a type of field that nobody knows, or a broken table
+    except Exception as error:  # noqa: BLE001  # as above: an unknown type of field, or a broken table
         properties.headers, properties.problem = {}, f"{type(error).__name__}: {error}"
     return end + _FRAME_END_BYTES, frame.Header(channel, body_size, properties)
 

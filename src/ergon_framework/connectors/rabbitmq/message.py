@@ -76,7 +76,7 @@ class Message:
         return self.properties.problem if isinstance(self.properties, Properties) else ""
 
     def decode(self, codec: Codec, *, source: str) -> Decoded:
-        """Read the transaction; undecodable where the headers are, whatever the body holds."""
+        """Read the transaction; it is undecodable if the headers are, also with a valid body."""
         decoded = decode(codec, self.body, self.headers, source=source)
         if not self.problem:
             return decoded
@@ -97,7 +97,7 @@ class Message:
 
     @property
     def stated_since(self) -> float | None:
-        """Since when it is ready, as the message says, the same at every delivery; None where it does not."""
+        """The time since which the message is ready, as its headers state it; None if they state none."""
         given = self.table.get(SINCE)
         try:
             return float(given) if isinstance(given, str) else float(self.properties.timestamp or "")
@@ -126,7 +126,7 @@ def fresh(queue: str, body: bytes, headers: Mapping[str, str], *, since: float) 
 
 
 def _is_added(name: str | bytes) -> bool:
-    """Whether the server adds the header *name*; one that is no text comes from somebody else."""
+    """Whether the server adds the header *name*; the server adds only names that are text."""
     return isinstance(name, str) and name.startswith(_ADDED)
 
 

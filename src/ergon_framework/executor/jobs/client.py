@@ -16,7 +16,7 @@ from ergon_framework.errors import ConfigurationError
 from ergon_framework.executor.jobs import crontab, reading
 from ergon_framework.executor.jobs.cron import Cron, CronEntry, columns
 from ergon_framework.executor.jobs.model import Job, JobState, JobWaitTimeout, Submitted
-from ergon_framework.executor.jobs.registrations import ServedExecutor, executors
+from ergon_framework.executor.jobs.registrations import ServedExecutor, list_executors
 from ergon_framework.executor.jobs.request import DEFAULT, Request, parameters
 from ergon_framework.executor.jobs.submitting import SUBMIT, submit, submit_many, submitted
 from ergon_framework.executor.jobs.waiting import Waiting
@@ -128,7 +128,7 @@ class JobClient(_Client):
 
     def executors(self) -> builtins.list[ServedExecutor]:
         """Return the executors that an orchestrator has served in the last 30 days, by name."""
-        return self._run(executors())
+        return self._run(list_executors())
 
     def cancel(self, job_id: str) -> bool:
         """Cancel the job if it waits; False if it has begun or is over."""
@@ -218,7 +218,7 @@ class AsyncJobClient(_Client):
         return waiting.jobs
 
     async def executors(self) -> builtins.list[ServedExecutor]:
-        return await self._run(executors())
+        return await self._run(list_executors())
 
     async def cancel(self, job_id: str) -> bool:
         return await self._run(reading.cancel(job_id))

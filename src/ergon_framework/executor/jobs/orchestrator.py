@@ -15,7 +15,7 @@ from ergon_framework.executor.guard import Guard
 from ergon_framework.executor.jobs.clockwork import clockwork
 from ergon_framework.executor.jobs.cron import Cron, columns
 from ergon_framework.executor.jobs.queue import JobQueue
-from ergon_framework.executor.jobs.registrations import registered
+from ergon_framework.executor.jobs.registrations import registration
 from ergon_framework.executor.jobs.request import DEFAULT
 from ergon_framework.executor.jobs.rules import streams_by_default
 from ergon_framework.executor.jobs.task import JobTask
@@ -104,7 +104,7 @@ class Orchestrator(AsyncConsumerMixin, AsyncTask):
                     await stack.enter_async_context(task.opened())
                 address = self.connector.address
                 await stack.enter_async_context(
-                    registered(address, self.tasks.keys(), lease=self._lease, task=self.name)
+                    registration(address, self.tasks.keys(), lease=self._lease, task=self.name)
                 )
                 await stack.enter_async_context(clockwork(address, self._crons, task=self.name))
                 yield

@@ -1,8 +1,8 @@
-"""Registrations: which executors orchestrators serve, and what becomes of jobs for any other.
+"""Registrations: which executors orchestrators serve, and how jobs for all others end.
 
 A client cannot know which executors exist, because orchestrators of other deployments may serve them. Each
 orchestrator registers its kinds in the database and renews them while it runs. A job for a kind that no
-orchestrator serves becomes a dead letter once it has been due, and orchestrators have run, for GRACE.
+orchestrator serves becomes a dead letter once it has been due, and orchestrators have run, for GRACE_SECONDS.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from ergon_framework.schema.lines import Lines
 from ergon_framework.schema.operation import Operation, Query, Text
 
 #: Seconds that a job waits, after it is due, for the first orchestrator of its executors.
-GRACE: Final = 600.0
+GRACE_SECONDS: Final = 600.0
 #: Seconds between two renewals, and after which an executor counts as not served at present.
-RENEW: Final = 10.0
-ABSENT: Final = 60.0
+RENEW_SECONDS: Final = 10.0
+ABSENT_SECONDS: Final = 60.0
 #: The code of the dead letter, as of any other job without a route.
 NO_ROUTE: Final = "no_route"
-_BATCH: Final = 100
+_MAX_BATCH: Final = 100
 #: Seconds that one statement may take, and between two warnings.
-_WITHIN: Final = 15.0
-_WARN: Final = 60.0
+_TIMEOUT_SECONDS: Final = 15.0
+_WARN_INTERVAL_SECONDS: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,37 +48,37 @@ class ServedExecutor:
 
 
 def register(kinds: Collection[str]) -> Operation[None]:
-    """Say that an orchestrator serves *kinds* now."""
-    yield Query(statements.REGISTER, {"kinds": list(kinds), "absent": ABSENT})
+    """Record that an orchestrator serves *kinds* now."""
+    yield Query(statements.REGISTER, {"kinds": list(kinds), "absent": ABSENT_SECONDS})
 
 
-def executors() -> Operation[list[ServedExecutor]]:
+def list_executors() -> Operation[list[ServedExecutor]]:
     """Return the executors that an orchestrator has served in the last 30 days, by name."""
     rows = yield Query(statements.EXECUTORS)
     return [ServedExecutor(*row) for row in rows]
 
 
-def unserved() -> Operation[list[str]]:
+def list_unserved() -> Operation[list[str]]:
     """Return the kinds without an orchestrator that have a message to settle."""
-    rows = yield Query(statements.UNSERVED, {"grace": GRACE, "absent": ABSENT})
+    rows = yield Query(statements.UNSERVED, {"grace": GRACE_SECONDS, "absent": ABSENT_SECONDS})
     return [row[0].removeprefix(PREFIX) for row in rows]
 
 
 def describe_unknown(kind: str, known: Collection[str]) -> str:
-    """Say that no orchestrator serves *kind*, and which kinds exist."""
+    """Describe that no orchestrator serves *kind*, with the kinds that exist."""
     names = ", ".join(sorted(known)) or "none"
     return f"the executor {kind!r} does not exist: no orchestrator serves it; known: {names}"
 
 
 def describe_wait(job: Job, known: Sequence[ServedExecutor], now: datetime) -> str | None:
-    """Say that *job* waits for an orchestrator, and what becomes of it; None if one runs."""
+    """Describe the wait of *job* for an orchestrator; None if an orchestrator of its kind runs."""
     served = {each.kind: each.served_at for each in known}
     if not served:
         return f"no orchestrator has run with this database yet; start one that serves {job.kind!r}"
     if job.kind not in served:
-        earliest = _to_text(job.due_at + timedelta(seconds=GRACE))
+        earliest = _to_text(job.due_at + timedelta(seconds=GRACE_SECONDS))
         return f"{describe_unknown(job.kind, served)}; it becomes a dead letter at {earliest} or later"
-    if now - served[job.kind] > timedelta(seconds=ABSENT):
+    if now - served[job.kind] > timedelta(seconds=ABSENT_SECONDS):
         return f"no orchestrator of the executor {job.kind!r} has run since {_to_text(served[job.kind])}"
     return None
 
@@ -87,24 +87,24 @@ def _to_text(moment: datetime) -> str:
     return moment.astimezone(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
-def fail(deliveries: Sequence[Delivery], message: str) -> Operation[dict[str, tuple[str, int]]]:
-    """Fail the jobs of these messages if they have been due for GRACE; by job, its decision and its attempts."""
+def fail_unserved(deliveries: Sequence[Delivery], message: str) -> Operation[dict[str, tuple[str, int]]]:
+    """Fail the jobs of these messages that have been due for GRACE_SECONDS; return decision and attempts by job id."""
     claims = [
         {"id": each.transaction.id, "message": each.receipt.id, "worker": each.receipt.worker}
         | {"token": each.receipt.token}
         for each in deliveries
     ]
-    ((answer,),) = yield Text(statements.FAIL_UNSERVED, (json.dumps(claims), repr(GRACE), NO_ROUTE, message))
+    ((answer,),) = yield Text(statements.FAIL_UNSERVED, (json.dumps(claims), repr(GRACE_SECONDS), NO_ROUTE, message))
     return {job_id: (decision, attempts) for job_id, decision, attempts in json.loads(answer or "[]")}
 
 
 @asynccontextmanager
-async def registered(dsn: str, kinds: Collection[str], *, lease: float, task: str) -> AsyncIterator[None]:
+async def registration(dsn: str, kinds: Collection[str], *, lease: float, task: str) -> AsyncIterator[None]:
     """Register *kinds* and dead-letter jobs for unknown executors while the context lasts."""
     lines = Lines(dsn, most=1)
     try:
         # A database without the table fails the start, not the first job.
-        await lines.run_async(register(kinds), within=_WITHIN)
+        await lines.run_async(register(kinds), within=_TIMEOUT_SECONDS)
         registrar = _Registrar(lines, dsn, kinds, lease=lease, task=task)
         await registrar.dead_letter_unserved()
         renewing = asyncio.create_task(registrar.run(), name=f"{task}-registration")
@@ -118,7 +118,7 @@ async def registered(dsn: str, kinds: Collection[str], *, lease: float, task: st
 
 
 class _Registrar:
-    """Belongs to one event loop."""
+    """Renew a registration and dead-letter unserved jobs; belongs to one event loop."""
 
     def __init__(self, lines: Lines, dsn: str, kinds: Collection[str], *, lease: float, task: str) -> None:
         self._lines = lines
@@ -131,9 +131,9 @@ class _Registrar:
     async def run(self) -> None:
         """Renew the registration and look for jobs without an executor, for ever."""
         while True:
-            await asyncio.sleep(RENEW)
+            await asyncio.sleep(RENEW_SECONDS)
             try:
-                await self._lines.run_async(register(self._kinds), within=_WITHIN)
+                await self._lines.run_async(register(self._kinds), within=_TIMEOUT_SECONDS)
                 await self._settle_unserved()
             except Exception as error:  # noqa: BLE001 - the boundary of a round: there is always a next one
                 self._warn(error)
@@ -146,8 +146,8 @@ class _Registrar:
             self._warn(error)
 
     async def _settle_unserved(self) -> None:
-        for kind in await self._lines.run_async(unserved(), within=_WITHIN):
-            known = await self._lines.run_async(executors(), within=_WITHIN)
+        for kind in await self._lines.run_async(list_unserved(), within=_TIMEOUT_SECONDS):
+            known = await self._lines.run_async(list_executors(), within=_TIMEOUT_SECONDS)
             message = describe_unknown(kind, [each.kind for each in known])
             queue = JobQueue(kind, dsn=self._dsn, lease=self._lease)
             try:
@@ -157,27 +157,27 @@ class _Registrar:
                 await queue.close_async()
 
     async def _settle_batch(self, queue: JobQueue, message: str) -> bool:
-        """Settle what is ready; whether a further batch is worth a look."""
-        deliveries = await queue.fetch_transactions_async(_BATCH)
+        """Settle one batch of ready messages; return whether there may be a further one."""
+        deliveries = await queue.fetch_transactions_async(_MAX_BATCH)
         if not deliveries:
             return False
         decisions: dict[str, tuple[str, int]] = {}
         try:
-            decisions = await self._lines.run_async(fail(deliveries, message), within=_WITHIN)
+            decisions = await self._lines.run_async(fail_unserved(deliveries, message), within=_TIMEOUT_SECONDS)
         finally:
-            # A message without a decision goes back: its job is as it was, or the next look finds it failed.
+            # A message without a decision is released: its job is unchanged, or the next round finds it failed.
             settlings = [(each, _settlement(queue, each, decisions, message)) for each in deliveries]
             await queue.settle_async(settlings)
         failed = [job_id for job_id, (decision, _) in decisions.items() if decision == "failed"]
         for job_id in failed:
-            observe.unknown_executor(queue.name, job_id, message)
+            observe.log_unknown_executor(queue.name, job_id, message)
         return bool(failed)
 
     def _warn(self, error: Exception) -> None:
         now = time.monotonic()
-        if now >= self._warned + _WARN:
+        if now >= self._warned + _WARN_INTERVAL_SECONDS:
             self._warned = now
-            observe.unregistered(self._task, error)
+            observe.log_registration_failed(self._task, error)
 
 
 def _settlement(queue: JobQueue, delivery: Delivery, decisions: dict[str, tuple[str, int]], message: str) -> Settlement:

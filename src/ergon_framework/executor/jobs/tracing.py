@@ -9,7 +9,7 @@ from typing import Final
 from ergon_framework.executor.jobs import statements
 from ergon_framework.executor.jobs.model import Job, JobState
 from ergon_framework.executor.jobs.reading import job_of
-from ergon_framework.executor.jobs.registrations import ServedExecutor, describe_wait, executors
+from ergon_framework.executor.jobs.registrations import ServedExecutor, describe_wait, list_executors
 from ergon_framework.history import Event, History, Kind, Place, State, Value, in_order
 from ergon_framework.schema.operation import Operation, Query
 
@@ -24,7 +24,7 @@ def trace(job_id: str) -> Operation[list[History]]:
     running, before = company[0] if company else (None, None)
     jobs = [job_of(*row) for row in rows]
     # An older schema has no table of executors; it is needed for a job that waits, and for nothing else.
-    known = (yield from executors()) if any(job.state is JobState.PENDING for job in jobs) else []
+    known = (yield from list_executors()) if any(job.state is JobState.PENDING for job in jobs) else []
     return [_history(job, running=running, before=before, known=known) for job in jobs]
 
 

@@ -125,10 +125,10 @@ def raised(error: Broken, what: str) -> ErgonError:
         return _FINAL[code](f"{what} was refused with {code.name}: {said}")
     if code is grpc.StatusCode.INTERNAL or code is grpc.StatusCode.UNKNOWN:
         return ServiceFailed(f"{what} failed in the service, {code.name}: {said}; its log says why")
-    return unavailable(f"{what} has no answer, {code.name}: {said}; nobody knows whether it was done, ask again")
+    return unavailable_error(f"{what} has no answer, {code.name}: {said}; nobody knows whether it was done, ask again")
 
 
-def unavailable(message: str) -> ConnectionLost:
+def unavailable_error(message: str) -> ConnectionLost:
     """Return the error of a call that the service has not answered: a consumer that meets it defers."""
     return ConnectionLost(message, temporary=True)
 

@@ -48,7 +48,9 @@ async def _sent(given: Upload, line: AsyncLine, begin: int) -> Stored:
             async with asyncio.timeout(line.address.seal):
                 return stored(await answer)
         except TimeoutError:
-            raise faults.unavailable("PutObject has no answer; nobody knows whether it was done, ask again") from None
+            raise faults.unavailable_error(
+                "PutObject has no answer; nobody knows whether it was done, ask again"
+            ) from None
         finally:
             call.cancel()
             for task in (writing, answer):
@@ -86,7 +88,7 @@ async def _answer(call: Any) -> bytes | None:
 
 
 def _broken() -> ConnectionLost:
-    return faults.unavailable("PutObject broke off; nobody knows whether it was done, ask again")
+    return faults.unavailable_error("PutObject broke off; nobody knows whether it was done, ask again")
 
 
 async def _pieces(given: Upload) -> AsyncIterator[bytes]:
@@ -128,7 +130,7 @@ async def _received(given: Download, line: AsyncLine) -> AsyncIterator[bytes]:
                 if piece:
                     yield piece
         except TimeoutError:
-            raise faults.unavailable("GetObject stands still; ask again") from None
+            raise faults.unavailable_error("GetObject stands still; ask again") from None
         except grpc.RpcError as error:
             failed: Any = error
             raise faults.raised(failed, "GetObject") from error

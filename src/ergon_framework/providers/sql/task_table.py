@@ -19,7 +19,7 @@ from ergon_framework.providers.sql.reaching import reached
 
 OWN_TABLE: Final = "ergon.task_executions"
 #: Seconds that the server has for one answer: a table with many attempts is written anew.
-_PATIENCE: Final = 600.0
+_TIMEOUT_SECONDS: Final = 600.0
 
 _CURRENT: Final = "select task_table::text, id_type from ergon.provider_task_table()"
 _WANTED: Final = """
@@ -95,7 +95,7 @@ def use_task_table(dsn: str, name: str) -> bool:
 
     Attempts that refer to another table lose that reference. ConfigurationError if the table cannot be referred to.
     """
-    with reached(dsn, patience=_PATIENCE) as line:
+    with reached(dsn, patience=_TIMEOUT_SECONDS) as line:
         found = line.execute(_WANTED, [name]).fetchone()
         if found is None:
             raise ConfigurationError(

@@ -63,7 +63,7 @@ class _Producer:
     def _produce_course(self, policy: ProducerPolicy, senses: Senses, watch: Onlooker | None = None) -> Course:
         task: Any = self
         steps = policy.steps
-        on_retry = None if watch is None else watch.retrying
+        on_retry = None if watch is None else watch.on_retry
         handler = partial(Step, classify=classify_handler, expired=expired, on_retry=on_retry)
         return Course(
             Step(
