@@ -151,3 +151,26 @@ def test_a_forked_child_is_a_worker_of_its_own(postgres):
     assert worker != their_worker
     assert {name, their_name} == {"one", "two"}
     assert in_flight == "2"
+
+
+CLOSED_IN_A_CHILD = """
+import os, sys
+import psycopg
+from ergon_framework.connectors.postgres import PostgresQueue
+
+queue = PostgresQueue("orders", dsn=sys.argv[1])
+queue.fetch_transactions(1)
+if os.fork() == 0:
+    queue.close()
+    os._exit(0)
+os.wait()
+with psycopg.connect(sys.argv[1]) as line:
+    print(line.execute("select count(*) from ergon.worker").fetchone()[0])
+"""
+
+
+def test_a_forked_child_that_closes_the_queue_does_not_retire_its_parent(postgres):
+    dsn = postgres.create_database("forked_and_closed")
+    upgrade(dsn)
+    command = [sys.executable, "-W", "ignore", "-c", CLOSED_IN_A_CHILD, dsn]
+    assert subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.split() == ["1"]

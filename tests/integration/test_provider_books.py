@@ -730,6 +730,23 @@ def test_a_forked_child_has_connections_blocks_and_a_watcher_of_its_own(dsn, acc
     assert stored_quota(line, account, WindowKind.DAY).used_count == 4
 
 
+@pytest.mark.spec("PRV-19", "PRV-20", "DX-25")
+def test_a_forked_child_that_ends_without_a_call_leaves_the_connections_of_its_parent_open(dsn, account):
+    with PostgresBooks(dsn) as books:
+        books.admit(asked(account))
+        (session,) = books._lines._idle
+        child = os.fork()
+        if child == 0:
+            code = 1
+            with contextlib.suppress(BaseException):
+                books.close()  # as at the exit of every process
+                code = 0
+            os._exit(code)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+        assert session.execute("select 1").fetchone() == (1,)
+
+
 class Noted:
     def __init__(self):
         self.rows, self.closed = [], None

@@ -232,6 +232,7 @@ class Lines:
 
     def close(self) -> None:
         """Close what is idle; what is borrowed is closed when it comes back."""
+        self._after_fork()
         self._closed = True
         while self._idle:
             self._idle.pop().close()
@@ -309,6 +310,7 @@ class Lines:
 
     async def close_async(self) -> None:
         """Close what is idle on the running event loop, and all of the sync flavour."""
+        self._after_fork()
         found = self._per_loop.pop(asyncio.get_running_loop(), None)
         while found is not None and found.idle:
             await found.idle.pop().close()

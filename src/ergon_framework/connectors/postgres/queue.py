@@ -146,10 +146,7 @@ class PostgresQueue(Connector, AsyncConnector):
 
     def _at_home(self) -> Home:
         with self._lock:
-            if self._home is not None and self._home.owner != os.getpid():
-                # Kept, so that nobody collects connections that are the parent's.
-                self._inherited, self._home, self._number, self._unhang = self._home, None, None, None
-                self._end_retention = None
+            self._after_fork()
             if self._home is None:
                 self._home = home_of(self._address(), self._lease)
                 self._claiming = Claiming(
@@ -162,6 +159,13 @@ class PostgresQueue(Connector, AsyncConnector):
                 )
                 self._settler = Settler(self._home.tenure, self._claiming, inbox=self._inbox)
             return self._home
+
+    def _after_fork(self) -> None:
+        """In a forked child, leave the claims, connections and threads of the parent alone."""
+        if self._home is not None and self._home.owner != os.getpid():
+            # Kept, so that nobody collects connections that are the parent's.
+            self._inherited, self._home, self._number, self._unhang = self._home, None, None, None
+            self._end_retention = None
 
     def _address(self) -> str:
         dsn = self._dsn or os.environ.get(VARIABLE)
@@ -221,6 +225,7 @@ class PostgresQueue(Connector, AsyncConnector):
     def _left(self) -> tuple[Home | None, bool]:
         """The home that is left, and whether nobody else in this process lives there."""
         with self._lock:
+            self._after_fork()
             home, self._home, self._number = self._home, None, None
             if home is not None:
                 self._claiming.close()
