@@ -121,7 +121,10 @@ def test_attempts_do_not_crowd_a_correction_out():
         ("customer.zip.1=7", {"customer": {"name": "Ada", "zip": [1, 7]}}),
         ("/customer/zip/1=7", {"customer": {"name": "Ada", "zip": [1, 7]}}),
         ('customer={"name": "Bob"}', {"customer": {"name": "Bob"}}),
+        ("token=NaN", {"token": "NaN"}),
+        (f"token={'[' * 100_000}", {"token": "[" * 100_000}),
     ],
+    ids=["dots", "pointer", "object", "no number", "too deep"],
 )
 def test_a_value_is_set_by_its_path_as_json_or_as_text(shop, setting, payload):
     edit("--set", "total=1", "--set", setting)

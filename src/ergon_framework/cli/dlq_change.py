@@ -111,8 +111,8 @@ def _set(payload: Any, setting: str, *, new_keys: bool) -> Any:
             "/customer/address/zip=10115"
         )
     try:
-        value = json.loads(text)
-    except ValueError:
+        value = json.loads(text, parse_constant=_refused)
+    except (ValueError, RecursionError):
         value = text
     *parents, last = _split(path)
     container = payload

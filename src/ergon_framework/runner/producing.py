@@ -242,10 +242,10 @@ class _InputProducer:
         except (LoopTimeout, LoopStalled) as error:
             self._add(chunk, error.report)
             self.report.end = error.report.end
-            error.report = self.report
-            raise
+            raise type(error)(f"{error}; {self._describe_rest()}", self.report) from error
         except ConfigurationError as error:
-            wrapped = ConfigurationError(f"lines up to {chunk.last} of the input cannot be produced: {error}")
+            lines = f"lines {self._last_line + 1} to {chunk.last}"
+            wrapped = ConfigurationError(f"{lines} of the input cannot be produced: {error}")
             self._attach_report(wrapped)
             raise wrapped from error
         self._add(chunk, done)
@@ -269,20 +269,20 @@ class _InputProducer:
         """Return the report, or raise the error that names the rest of the input."""
         report = self.report
         report.end = end
-        rest = "the input was read to its end" if self._is_read else f"lines after {self._last_line} were not produced"
+        rest = self._describe_rest()
         if end is End.TIMEOUT:
             raise LoopTimeout(f"the run's {policy.loop.timeout} s are over; {rest}", report)
-        failed = report.counts[Kind.FAILED] + report.counts[Kind.HANDLER_FAILED]
+        failed, released = report.counts[Kind.FAILED] + report.counts[Kind.HANDLER_FAILED], report.counts[Kind.RELEASED]
+        if released or end is End.STOP:
+            rest = f"{released} transactions were released, of which {report.released_started} had started; {rest}"
         if failed:
             raise ProduceIncomplete(f"{failed} of {report.finished} transactions failed; {rest}", report)
         if end is End.STOP:
-            released = report.counts[Kind.RELEASED]
-            raise ProduceIncomplete(
-                f"the run was stopped: {released} transactions were released, of which {report.released_started} had "
-                f"started; {rest}",
-                report,
-            )
+            raise ProduceIncomplete(f"the run was stopped: {rest}", report)
         return report
+
+    def _describe_rest(self) -> str:
+        return "the input was read to its end" if self._is_read else f"lines after {self._last_line} were not produced"
 
 
 class InputProducer(_InputProducer, Task):

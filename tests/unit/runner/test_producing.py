@@ -268,6 +268,29 @@ def test_after_the_loop_timeout_the_report_says_what_had_started(place):
     assert (running.returncode, sent(place)) == (3, []), err
     report = json.loads(out)
     assert (report["counts"]["released"], report["released_started"]) == (2, 1)
+    assert "2 were released, of which 1 had started; lines after 2 were not produced" in err
+
+
+@pytest.mark.spec("DX-14")
+def test_what_the_limit_left_out_is_told_beside_what_failed(ergon, place, task):
+    (place / "orders.jsonl").write_text(lines(*(envelope(f"order-{number}", "bad") for number in range(5))))
+
+    done = ergon(task, "--input", "orders.jsonl", "--limit", "2")
+
+    said = "2 of 5 transactions failed; 3 transactions were released, of which 0 had started; lines after 5 were not"
+    assert (done.exit_code, said in done.stderr) == (1, True), done.stderr
+
+
+@pytest.mark.spec("DX-14")
+def test_a_chunk_that_is_refused_is_named_by_its_lines(ergon, place, task, monkeypatch):
+    monkeypatch.setattr(producing, "MAX_CHUNK", 2)
+    orders = [envelope("order-1", "pen"), envelope("order-2", "ink"), envelope("x", "pen"), envelope("x", "ink")]
+    (place / "orders.jsonl").write_text(lines(*orders))
+
+    done = ergon(task, "--input", "orders.jsonl")
+
+    assert (done.exit_code, sent(place)) == (1, ["order-1 pen", "order-2 ink"])
+    assert "lines 3 to 4 of the input cannot be produced" in done.stderr
 
 
 def test_several_processes_are_refused(place):
