@@ -295,7 +295,7 @@ def test_a_name_that_no_worker_has_is_refused_with_the_nearest_one(dsn, watch):
     assert done.exit_code == PauseExit.USAGE
     assert "no running task or queue is called 'chrage': the nearest is 'charge'" in done.stderr
     assert "add --force" in done.stderr
-    assert "running are 'charge', 'orders'" in CliRunner().invoke(app, ["pause", "zzz"]).stderr
+    assert "the running ones are 'charge', 'orders'" in CliRunner().invoke(app, ["pause", "zzz"]).stderr
     assert ergon("paused")["paused"] == []
     assert ergon("pause", "chrage", "--force")["name"] == "chrage"
     # Said again, it is a name that is known.

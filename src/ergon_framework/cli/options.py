@@ -9,11 +9,9 @@ import typer
 
 Actor = Annotated[
     str,
-    typer.Option(
-        envvar=["ERGON_ACTOR", "USER"], metavar="NAME", help="Who acts; it is recorded. Default: the system's user."
-    ),
+    typer.Option(envvar=["ERGON_ACTOR", "USER"], metavar="NAME", help="Name to record. Default: the system's user."),
 ]
-Reason = Annotated[str, typer.Option(metavar="TEXT", help="Why; it is recorded.")]
+Reason = Annotated[str, typer.Option(metavar="TEXT", help="Reason to record.")]
 
 
 def actor_name(actor: str) -> str:

@@ -160,7 +160,10 @@ def _refuse_unknown(name: str, desk: _Desk) -> None:
         return
     near = [repr(clean(one, _WORDS)) for one in get_close_matches(name, sorted(known), n=3)]
     others = [repr(clean(one, _WORDS)) for one in sorted(known)]
-    hint = f"the nearest is {' or '.join(near)}" if near else f"running are {', '.join(others) or 'none'}"
+    if near:
+        hint = f"the nearest is {' or '.join(near)}"
+    else:
+        hint = f"the running ones are {', '.join(others)}" if others else "no worker is running"
     raise ConfigurationError(
         f"no running task or queue is called {clean(name, _WORDS)!r}: {hint}; to pause a name before its first worker "
         "starts, add --force"

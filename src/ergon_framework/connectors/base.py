@@ -87,7 +87,7 @@ class Later(Settlement):
 
     @classmethod
     def unchanged(cls, delay: float, transaction: Transaction) -> Self:
-        """Return a settlement that brings *transaction* back as it came."""
+        """Return a settlement that brings *transaction* back unchanged."""
         return cls(delay, transaction.attempts, transaction.history, transaction.deferral)
 
     def apply(self, transaction: Transaction) -> Transaction:

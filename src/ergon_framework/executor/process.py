@@ -287,7 +287,7 @@ class ExecutorProcess:
             self._landed(job_id, outcome)
 
     def _succeeded_before_kill(self, job_id: str, found: ExecutionOutcome | BadLine) -> bool:
-        """Whether a job that is to be killed has succeeded before its process was gone."""
+        """Whether a job has succeeded after a request to kill it and before its process ended."""
         succeeded = isinstance(found, ExecutionOutcome) and found.status is Status.SUCCESS
         return succeeded and self._verdicts[job_id].error_type == verdict.KILLED
 

@@ -291,7 +291,7 @@ class _Execution:
         mine = _own(error)
         mine.attempts = tuple(self._tried)
         if mine.__cause__ is None and self._tried and self._tried[-1].error is not error:
-            # What was met between two attempts does not hide why there had to be a second one.
+            # An open breaker or a spent quota between two attempts keeps the error of the first attempt as its cause.
             mine.__cause__ = self._tried[-1].error
         _judge(mine, why, tried=self._tried, left=self._left(), probe=probe)
         request = self._request
@@ -404,7 +404,7 @@ def _own(error: ProviderError) -> ProviderError:
 
 
 def _judge(error: ProviderError, why: Why | None, *, tried: list[Tried], left: float, probe: bool) -> None:
-    """Give *error* its verdict: no layer above tries again at once, and a consumer defers what may pass."""
+    """Give *error* its verdict: no layer above retries at once, and a consumer defers temporary errors."""
     if error.later:
         return
     error.temporary = _is_temporary(error, why, tried=tried)
@@ -425,9 +425,9 @@ def _judge(error: ProviderError, why: Why | None, *, tried: list[Tried], left: f
 
 
 def _is_temporary(error: ProviderError, why: Why | None, *, tried: list[Tried]) -> bool:
-    """Return whether the provider, or the store of its state, is unavailable now and may not be later.
+    """Return whether the provider, or the store of its state, is unavailable at present.
 
-    Where no attempt was made because the caller had no time left, the provider has failed nobody.
+    If no attempt was made because the caller had no time left, the provider is not known to be unavailable.
     """
     if error.code == BOOKS_UNAVAILABLE:
         return True

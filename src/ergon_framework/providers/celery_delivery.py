@@ -230,7 +230,7 @@ class Delivery:
         _raise_clean(found)
 
     def _reschedule(self, refused: ProviderCircuitOpenError) -> None:
-        """Send the task again for when the breaker may let it through; return if it may not be sent again."""
+        """Send the task again for when the breaker may admit it, and raise Retry; return if no retry is left."""
         task, request = self._task, self._request
         # An eager task would be run again at once, in this very call.
         if request.is_eager or (task.max_retries is not None and request.retries >= task.max_retries):
@@ -246,7 +246,7 @@ class Delivery:
         try:
             again = task.reschedule(countdown, headers=headers)
         except Reject:
-            # The broker did not take it, so this message has to stay.
+            # The broker did not accept it, so this message has to stay.
             self._come_again(refused)
         self._over(logging.INFO, Outcome.RETRY, refused.reason_code)
         raise again
@@ -299,7 +299,7 @@ class Delivery:
         )
 
     def _to_exception(self, error: ProviderError) -> tuple[ExcInfo, str] | None:
-        """Return where the task's own code failed; other failures are explained by their reason."""
+        """Return the error and traceback of the task's own code; None for failures that their reason explains."""
         if error.reason_code is not ReasonCode.INTERNAL_ERROR:
             return None
         options = options_of(self._task)
@@ -353,7 +353,7 @@ def _mapped(error: Exception) -> ProviderError:
 
 
 def _find_cause(refused: ProviderCircuitOpenError, known: ProviderError | None) -> ProviderError:
-    """Return the failure that the open breaker hides, where there was one in this delivery or in one before."""
+    """Return the failure that opened the breaker if this delivery or an earlier one saw it, else *refused*."""
     cause = refused.__cause__ if isinstance(refused.__cause__, ProviderError) else known
     if cause is None:
         return refused

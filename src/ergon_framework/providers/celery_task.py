@@ -1,8 +1,8 @@
 """CeleryProviderTask: a task of Celery whose body calls a provider, and which ends once whatever happens to its worker.
 
-``execute`` is the one that tries again; Celery does only where a circuit breaker is open, when that may let
-calls through again. A task that fails for good leaves one dead letter, in PostgreSQL before anybody is told
-of the failure.
+``execute`` retries. Celery retries only a task that meets an open circuit breaker, at the time at which the
+breaker may admit calls again. A task that fails for good leaves one dead letter, which is in PostgreSQL before
+the failure is reported.
 """
 
 from __future__ import annotations
@@ -178,9 +178,9 @@ class CeleryProviderTask(Task):  # type: ignore[misc]  # Celery comes without ty
         return provider.call(wanted, payload, name=name, key=key, timeout=timeout, campaign=invocation.campaign_id)
 
     def reschedule(self, countdown: int, *, headers: dict[str, Any]) -> Any:
-        """Send the running task again after *countdown* seconds, and return what tells Celery so when it is raised.
+        """Send the running task again after *countdown* seconds; return the Retry exception that the caller must raise.
 
-        Reject is raised if it could not be sent.
+        Raises Reject if the broker does not accept it.
         """
         return super().retry(countdown=countdown, headers=headers, throw=False)
 

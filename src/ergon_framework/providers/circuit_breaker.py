@@ -265,9 +265,9 @@ def _overridden(state: Snapshot, override: Override | None) -> Snapshot:
 
 
 class CircuitBreaker:
-    """A breaker in memory, with its snapshot; it has one owner, who does not use it from two threads at once.
+    """A circuit breaker in memory, with its snapshot; not thread-safe.
 
-    Its rules are given field by field or as *policy*; what is not given has the default of ``BreakerPolicy``.
+    Its rules are passed field by field or as *policy*; a missing field has the default of ``BreakerPolicy``.
     """
 
     __slots__ = ("_last_pass", "_wall", "policy", "snapshot")
@@ -346,14 +346,14 @@ class CircuitBreaker:
         error: ProviderError | None = None,
         fault: bool | Literal["by error"] | None = "by error",
     ) -> None:
-        """Tell how the call of *leave* ended: with *error*, or without one if it succeeded; see ``record``.
+        """Report how the call of *leave* ended: with *error*, or without one if it succeeded; see ``record``.
 
-        Without *leave* it is the call of the last ``before_call``. *fault* decides in the place of *error* whether the
+        *leave* defaults to that of the last ``before_call``. *fault* decides in the place of *error* whether the
         provider is to blame; None means that nothing is known.
         """
         leave = self._last_pass if leave is None else leave
         if leave is None:
-            raise ValueError("after_call needs a call: before_call was not called before it")
+            raise ValueError("after_call has no call to report: call before_call first")
         blame = fault_of(error) if fault == "by error" else fault
         now = self._wall() if now is None else now
         self.snapshot = record(self.snapshot, self.policy, leave, now, fault=blame)

@@ -34,7 +34,7 @@ class DeadLetter(NamedTuple):
     attempts: int
     occurred_at: float
     task_id: str
-    # What the row of metrics says besides; neither the stored letter nor its message has it.
+    # Columns of the metrics row only; the stored dead letter and its message do not have them.
     task_execution_id: str | None = None
     max_attempts: int = 0
     timeout_budget_ms: float = 0.0

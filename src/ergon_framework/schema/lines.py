@@ -72,7 +72,7 @@ def options_of(dsn: str, silence: Mapping[str, Any] = SILENCE) -> dict[str, Any]
 
 
 def is_same_database(one: str, other: str) -> bool:
-    """Tell whether two addresses name the same database; who connects, and how, makes no difference."""
+    """Tell whether two addresses name the same database; user and options are ignored."""
     named = [{key: options_of(dsn).get(key) for key in ("host", "hostaddr", "port", "dbname")} for dsn in (one, other)]
     return named[0] == named[1]
 

@@ -24,7 +24,7 @@ from ergon_framework.schema.revisions import CHAIN, SCHEMA, suffices
 
 #: Two who upgrade at once take turns.
 _TURN: Final = 0x6572676F6E
-#: Two who build indexes at once take turns; another number, because the turn above is waited for inside a transaction.
+#: Concurrent upgrades build indexes one after the other. Another key than above, which a transaction may wait for.
 _INDEX_LOCK: Final = 0x6572676F71
 _INDEX_POLL_SECONDS: Final = 0.2
 _IS_INVALID: Final = "select not indisvalid from pg_index where indexrelid = to_regclass(:name)"

@@ -17,9 +17,9 @@ class DrainRules(Protocol):
 
 
 def drain_end(loop: DrainRules, end: End, *, now: float, deadline: float) -> float:
-    """Return when the drain is over that begins at *now* because of *end*.
+    """Return the end of the drain that begins at *now* because of *end*.
 
-    *deadline* is when the loop's timeout is over. It bounds the drain of a stop too.
+    *deadline* is the end of the loop's timeout, which bounds the drain of a stop too.
     """
     bound = deadline + loop.timeout_drain
     return bound if end is End.TIMEOUT else min(now + loop.drain_timeout, bound)

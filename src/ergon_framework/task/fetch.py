@@ -128,7 +128,7 @@ class Fetcher:
         return error
 
     def _check(self, value: Any) -> FetchException | None:
-        """Find what a fetch must not return. The deliveries beside it are given back: no claim stays in flight."""
+        """Return the error of an invalid batch, and release the deliveries in it; None if the batch is valid."""
         if not _is_batch(value):
             return _read(TypeError(f"a fetch must return a sequence of deliveries, not {type(value).__name__}"))
         for number, each in enumerate(value):

@@ -202,7 +202,7 @@ def _was_called(done: Ended) -> bool:
 
 
 def _stopped(outcome: Outcome, stopped: Stopped, carried: int) -> None:
-    """Given back as it came: no attempt of this delivery counts. The loop replaces the reason by its own."""
+    """Release it unchanged: no attempt of this delivery counts. The loop replaces the reason by its own."""
     outcome.kind = Kind.RELEASED
     outcome.reason = "stop"
     outcome.attempts = carried

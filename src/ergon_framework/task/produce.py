@@ -199,7 +199,7 @@ def _select_distinct(transactions: Sequence[Transaction]) -> list[Transaction]:
 
 
 def _is_same(one: Transaction, other: Transaction) -> bool:
-    """Whether both ask for the same work; when it was created and by whom it is traced does not matter."""
+    """Whether both are the same work; creation time and trace are ignored."""
     if one is other:
         return True
     try:

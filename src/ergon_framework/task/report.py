@@ -83,7 +83,7 @@ class Outcome:
         self.notes: list[Note] = []
         self.body: Call | None = None
         self.reason = reason
-        #: Of the two errors, as they may be shown; None until somebody asks for them.
+        #: Redacted tracebacks of the two errors; None until they are formatted.
         self.tracebacks: tuple[str | None, str | None] | None = None
 
     @property

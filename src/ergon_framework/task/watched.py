@@ -143,7 +143,7 @@ class Watched:
 
 
 def tracebacks_of(outcome: Outcome, options: TelemetryOptions) -> tuple[str | None, str | None]:
-    """The tracebacks of the error of *outcome* and of its handler's, formatted once for all who show them."""
+    """Return the tracebacks of the error of *outcome* and of its handler, formatted once."""
     tracebacks = outcome.tracebacks
     if tracebacks is None:
         tracebacks = format_traceback(outcome.error, options), format_traceback(outcome.handler_error, options)

@@ -33,7 +33,7 @@ DEFAULTS = TelemetryOptions()
 
 
 def without_tracebacks(task: Any) -> None:
-    """Have *task* record no tracebacks, whatever its own options say."""
+    """Turn tracebacks off for *task*, also if its own options turn them on."""
     task.telemetry = replace(options_of(task), record_tracebacks=False)
 
 

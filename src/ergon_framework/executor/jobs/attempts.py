@@ -76,7 +76,7 @@ class GiveBack(NamedTuple):
 
 
 class Kill(NamedTuple):
-    """The executor was ended because a kill was asked for, and no outcome had arrived."""
+    """The executor was ended by a request to kill before an outcome arrived."""
 
     message: str = _KILLED_WORDS
 

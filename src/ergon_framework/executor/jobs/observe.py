@@ -81,14 +81,14 @@ def unwritten(task: str, error: Exception) -> None:
 
 
 def log_unknown_executor(task: str, job_id: str, message: str) -> None:
-    """A job has become a dead letter because no orchestrator serves its executor."""
+    """Log that a job has become a dead letter because no orchestrator serves its executor."""
     fields: dict[str, Any] = {Field.TASK: task, Field.TRANSACTION_ID: job_id, Field.ERROR: message}
     tally_of(task).ended(Ended.FAILED)
     logs.say(logging.WARNING, Event.EXECUTOR_UNKNOWN, fields, to=log)
 
 
 def log_registration_failed(task: str, error: Exception) -> None:
-    """The executors of an orchestrator cannot be registered at present; it is tried again."""
+    """Log that the executors of an orchestrator cannot be registered at present; it tries again."""
     fields: dict[str, Any] = {Field.TASK: task, Field.ERROR: describe(error), Field.ERROR_TYPE: type(error).__name__}
     logs.say(logging.WARNING, Event.REGISTRATION_FAILED, fields, to=log)
 

@@ -29,8 +29,8 @@ mine as materialized (
 )
 """
 
-#: The worker's row is locked as by a claim: whoever would take it away waits, or was first, and then nothing is found
-#: here. What comes out of it for each message, see ``attempts.Decision``.
+#: The worker's row is locked as by a claim: a statement that removes the worker waits, or has run before, and then
+#: nothing is found here. ``attempts.Decision`` lists the results for each message.
 START: Final = f"""
 {_CLAIMED},
 found as materialized (
@@ -86,7 +86,7 @@ from mine m left join judged d on d.id = m.id left join changed c on c.id = m.id
 """
 
 #: Fenced by the claim that the attempt began with. Whoever finds it ended by that very claim has asked before, and was
-#: not told. An outcome is applied also if a kill was asked for, but no further attempt is made then. One row for each
+#: not told. An outcome is applied also after a request to kill, but no further attempt is made then. One row for each
 #: that was this claim's.
 FINISH: Final = """
 with given as materialized (
@@ -146,7 +146,7 @@ select count(*) from old
 
 # -- executors that no orchestrator serves ----------------------------------------------------------
 
-#: Orchestrators of one kind write the same row: one that was just written is left alone.
+#: Orchestrators of one kind write the same row: a row that was just written is skipped.
 REGISTER: Final = """
 insert into ergon.executor as e (kind, since, served_at)
 select g.kind, now(), now() from unnest(%(kinds)s::text[]) as g(kind) order by g.kind

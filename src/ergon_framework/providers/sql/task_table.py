@@ -1,6 +1,6 @@
-"""The table that ``task_execution_id`` refers to: ours, or one that the host names.
+"""The table that ``task_execution_id`` refers to: the own one, or one that the host names.
 
-The foreign key in the database is the one place that says which it is, so that all processes agree.
+Only the foreign key in the database says which table it is, so all processes agree.
 """
 
 from __future__ import annotations
