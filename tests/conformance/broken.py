@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 from ergon_framework.connectors.base import Ack, Confirmation, DeadLetter, Delivery, Later, Release, SettleResult
 from ergon_framework.connectors.deadletters import Became, DeadLetterQuery, ReplayResult
@@ -41,7 +42,7 @@ class ComesTooEarly(_Settling):
 
     def changed(self, delivery, settlement):
         if isinstance(settlement, Later):
-            return Later(settlement.delay / 2, settlement.attempts, settlement.history)
+            return replace(settlement, delay=settlement.delay / 2)
         return settlement
 
 
