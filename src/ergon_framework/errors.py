@@ -188,6 +188,12 @@ def is_sound(error: ErgonError) -> bool:
     )
 
 
+def particulars_of(error: ErgonError) -> Mapping[str, Any]:
+    """Return the particulars of *error*; nothing if a subclass uses the name for something else."""
+    particulars: Any = error.particulars
+    return particulars if isinstance(particulars, Mapping) else {}
+
+
 class ConfigurationError(ErgonError):
     """Something was set up wrongly; trying again cannot help."""
 

@@ -333,3 +333,30 @@ def test_a_class_task_hides_the_values_of_validation_errors(flavour):
     (letter,) = queue.dead_letters
     assert SECRET not in letter.failure.model_dump_json()
     assert "total: int_parsing" in letter.failure.error_message
+
+
+@pytest.mark.spec("DX-04")
+@pytest.mark.parametrize("flavour", ["sync", "async"])
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"attempts_made": "many"},
+        {"attempts_made": -1},
+        {"particulars": "the address"},
+        {"particulars": {"detail": "the address"}},
+    ],
+    ids=["text", "negative", "no mapping", "no such field"],
+)
+def test_an_error_that_uses_a_name_of_ours_for_something_else_is_recorded(flavour, own):
+    def process(order):
+        error = BusinessError("no such order")
+        error.__dict__.update(own)
+        raise error
+
+    failure = Watched(flavour, process).failure
+    assert (failure.category, failure.attempts, failure.error_message, failure.detail) == (
+        "BUSINESS",
+        1,
+        "no such order",
+        {},
+    )

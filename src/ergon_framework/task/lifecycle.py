@@ -147,7 +147,8 @@ def lifecycle(course: Course, transaction: Transaction, watch: Watch | None = No
     elif type(done) is Stopped:
         _stopped(outcome, done, carried)
     # Attempts that an executor made are counted by the store, and not here.
-    if outcome.error is not None and (made := getattr(outcome.error, "attempts_made", None)) is not None:
+    made: Any = getattr(outcome.error, "attempts_made", None)
+    if isinstance(made, int) and made >= 0:  # a subclass may use the name for something else
         outcome.attempts = made
     if watch is not None:
         watch.ended(outcome)

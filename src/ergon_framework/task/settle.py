@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from pydantic import ValidationError
+
 from ergon_framework.connectors.base import (
     Ack,
     DeadLetter,
@@ -17,7 +19,7 @@ from ergon_framework.connectors.base import (
 )
 from ergon_framework.engine.effects import NEVER, Call, Script, call, gone, sleep, wait
 from ergon_framework.engine.outcome import Expired, Ok, Stopped
-from ergon_framework.errors import Category, ErgonError
+from ergon_framework.errors import Category, ErgonError, particulars_of
 from ergon_framework.failure import Failure, HandlerError, describe
 from ergon_framework.task.lifecycle import history
 from ergon_framework.task.report import Kind, Outcome, Report
@@ -87,7 +89,7 @@ def failure_of(
     transaction, error = outcome.transaction, outcome.error
     cause = None if error is None else error.__cause__ or error
     traceback, handler_traceback = tracebacks_of(outcome, options)
-    told = {
+    told: dict[str, Any] = {
         "task_name": task,
         "transaction_id": transaction.id,
         "source": transaction.source,
@@ -110,7 +112,10 @@ def failure_of(
         "traceback": traceback,
         "handler_error": _handler_error(outcome.handler_error, handler_traceback, options),
     }
-    return Failure(**told | _particulars(error, told))
+    try:
+        return Failure(**told | _particulars(error, told))
+    except ValidationError:  # a subclass of a user may say anything in its particulars
+        return Failure(**told)
 
 
 def _handler_error(error: ErgonError | None, traceback: str | None, options: TelemetryOptions) -> HandlerError | None:
@@ -127,11 +132,11 @@ def _handler_error(error: ErgonError | None, traceback: str | None, options: Tel
 
 def _particulars(error: ErgonError | None, told: Mapping[str, Any]) -> dict[str, Any]:
     """What *error*, or the error of ours that caused it, adds to *told*; what we know ourselves it cannot change."""
-    while error is not None and not error.particulars:
+    while error is not None and not particulars_of(error):
         error = error.__cause__ if isinstance(error.__cause__, ErgonError) else None
     if error is None:
         return {}
-    added = error.particulars.items()
+    added = particulars_of(error).items()
     return {name: value for name, value in added if value is not None and (name in _THEIRS or name not in told)}
 
 

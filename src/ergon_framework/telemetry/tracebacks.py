@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from ergon_framework.errors import ErgonError, to_storable
+from ergon_framework.errors import ErgonError, particulars_of, to_storable
 from ergon_framework.failure import TRACEBACK, describe
 from ergon_framework.telemetry import redaction
 from ergon_framework.telemetry.names import LIBRARY, Attribute, ExceptionEvent
@@ -33,7 +33,7 @@ def format_traceback(error: BaseException | None, options: TelemetryOptions) -> 
     """
     if error is None or not options.record_tracebacks:
         return None
-    remote = error.particulars.get("traceback") if isinstance(error, ErgonError) else None
+    remote = particulars_of(error).get("traceback") if isinstance(error, ErgonError) else None
     if remote is not None:
         # Its end names the error.
         return _redact(remote, options)[-TRACEBACK:].decode(errors="ignore")
