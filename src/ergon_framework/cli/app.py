@@ -101,7 +101,7 @@ def run(
         str | None,
         typer.Option("--input", metavar="FILE", help="JSON lines for a producer. Default: standard input."),
     ] = None,
-    log_level: Annotated[LogLevel | None, typer.Option(help="The least that is logged. Default: warning.")] = None,
+    log_level: Annotated[LogLevel | None, typer.Option(help="The least that is logged. Default: info.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the report as one line of JSON at the end.")] = False,
 ) -> None:
     """Run a task until its queue or input is empty, its limit is reached, or a signal comes.

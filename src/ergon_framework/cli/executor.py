@@ -27,7 +27,7 @@ def run(
     grace: Annotated[
         float, typer.Option(min=0, max=3600, help="Seconds that a running handler has after SIGTERM.")
     ] = 5.0,
-    log_level: Annotated[LogLevel | None, typer.Option(help="The least that is logged. Default: warning.")] = None,
+    log_level: Annotated[LogLevel | None, typer.Option(help="The least that is logged. Default: info.")] = None,
 ) -> None:
     """Read requests from stdin, one a line, and write an outcome for each to stdout.
 

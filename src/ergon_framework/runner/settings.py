@@ -110,7 +110,7 @@ class TaskSettings(Policy):
 class LoggingSettings(Policy):
     """How the command logs to stderr."""
 
-    level: Level = Field(default="warning", description="The least that is logged.")
+    level: Level = Field(default="info", description="The least that is logged.")
     format: Literal["text", "json"] = Field(
         default="text", description="`text`: a line of logfmt. `json`: an object of JSON a line."
     )

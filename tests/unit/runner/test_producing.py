@@ -223,7 +223,9 @@ def started(place, *words):
 
 
 def test_without_input_it_reads_standard_input(place, task):
-    out, err = (running := started(place, task, "--json")).communicate(lines(envelope("order-1", "pen")), timeout=60)
+    out, err = (running := started(place, task, "--json", "--log-level", "warning")).communicate(
+        lines(envelope("order-1", "pen")), timeout=60
+    )
 
     assert (running.returncode, sent(place), err) == (0, ["order-1 pen"], "")
     assert json.loads(out)["counts"]["succeeded"] == 1

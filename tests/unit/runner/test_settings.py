@@ -46,7 +46,7 @@ def refusal(path=None, **environ):
 
 def test_without_a_file_and_without_variables_all_is_default(folder):
     found = settings(environ={"PATH": "/bin", "ERGON_PLANS": "3"})
-    assert (found.run.processes, found.run.probes.port, found.logging.level) == (1, None, "warning")
+    assert (found.run.processes, found.run.probes.port, found.logging.level) == (1, None, "info")
     assert found.policy("charge", own := ConsumerPolicy()) is own
 
 
