@@ -65,7 +65,7 @@ def fetched(queue):
 def test_on_every_broker_the_corrected_one_comes_back_under_its_id(queue):
     queue.dispatch([Transaction("order-1", {"total": 450}, correlation="basket", tenant="acme", type="order")])
     queue.settle([(fetched(queue), DeadLetter("declined"))])
-    done = CliRunner().invoke(app, ["dlq", "edit", queue.name, "order-1", "--set", "total=45", "--by", "kim"])
+    done = CliRunner().invoke(app, ["dlq", "edit", queue.name, "order-1", "--set", "total=45", "--actor", "kim"])
     assert done.exit_code == DlqExit.OK, done.output
     assert list(queue.list_dead(DeadLetterQuery())) == []
     delivery = fetched(queue)

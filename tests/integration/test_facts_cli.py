@@ -195,7 +195,7 @@ def test_a_store_with_bounds_refuses_what_is_beyond_and_lets_go_of_what_is_confi
         assert made.told(made.plant, *more)["offset"] == 5
     finally:
         said = made.said()
-    assert "room ends room=facts used=4 limit=4" in said
+    assert 'event="room ends" room=facts used=4 limit=4' in said
     assert "facts pruned facts=4 artifacts=0" in said
 
 

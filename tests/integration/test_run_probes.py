@@ -94,7 +94,7 @@ def test_a_handler_that_blocks_the_event_loop_is_named_and_the_process_is_not_li
         told = until(port, "/live", 503)
         assert any("by process of task, in app.hold < app.task" in reason for reason in told["reasons"])
         process.wait_for("event loop blocked")
-        assert "functions=['app.hold', 'app.task']" in process.said[-1]
+        assert "functions=\"['app.hold', 'app.task']\"" in process.said[-1]
         end = time.monotonic() + 20
         while (probe := json.loads((tmp_path / "probe").read_text(encoding="utf-8")))["live"]:
             assert time.monotonic() < end
