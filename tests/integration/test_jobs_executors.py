@@ -100,16 +100,16 @@ def test_an_orchestrator_that_starts_after_an_outage_of_all_waits_for_the_others
 
 
 @pytest.mark.spec("DX-33")
-def test_an_executor_that_was_served_within_a_month_is_known(dsn, client):
+def test_an_executor_that_is_served_once_a_year_is_known(dsn, client):
     run_once(dsn, "python")
-    rows(dsn, "update ergon.executor set served_at = now() - interval '29 days'")
+    rows(dsn, "update ergon.executor set served_at = now() - interval '370 days'")
     run_once(dsn, "rust")
     rows(dsn, "update ergon.executor set since = now() - interval '1 hour'")
     submitted = client.submit("echo", 1)
     age_job(dsn, submitted.id, 60)
     run_once(dsn, "rust")
     assert client.show(submitted.id).state == "pending"
-    rows(dsn, "update ergon.executor set served_at = now() - interval '31 days' where kind = 'python'")
+    rows(dsn, "update ergon.executor set served_at = now() - interval '401 days' where kind = 'python'")
     run_once(dsn, "rust")
     assert client.show(submitted.id).state == "failed"
 

@@ -127,7 +127,7 @@ class JobClient(_Client):
         return waiting.jobs
 
     def executors(self) -> builtins.list[ServedExecutor]:
-        """Return the executors that an orchestrator has served in the last 30 days, by name."""
+        """Return the executors that an orchestrator has served in the last 400 days, by name."""
         return self._run(list_executors())
 
     def cancel(self, job_id: str) -> bool:

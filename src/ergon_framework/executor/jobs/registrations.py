@@ -53,7 +53,7 @@ def register(kinds: Collection[str]) -> Operation[None]:
 
 
 def list_executors() -> Operation[list[ServedExecutor]]:
-    """Return the executors that an orchestrator has served in the last 30 days, by name."""
+    """Return the executors that an orchestrator has served in the last 400 days, by name."""
     rows = yield Query(statements.EXECUTORS)
     return [ServedExecutor(*row) for row in rows]
 

@@ -156,8 +156,9 @@ on conflict (kind) do update set
 where e.served_at < now() - interval '5 seconds'
 """
 
-#: An executor *e* is known for this long after an orchestrator served it last: longer than any outage.
-_SERVED: Final = "e.served_at > now() - interval '30 days'"
+#: An executor *e* is known for this long after an orchestrator served it last: longer than any outage, and than the
+#: time between two runs of what is run once a year.
+_SERVED: Final = "e.served_at > now() - interval '400 days'"
 
 #: Of a queue *q*: its executor is registered; or its jobs run or have succeeded, because an orchestrator of an older
 #: release serves it, which does not register.
