@@ -20,7 +20,7 @@ REQUIREMENTS = frozenset({
     *(f"CNN-{number:02}" for number in (2, 4, 7, 9, 11, 12, 14, 15)),
     *(f"EXE-{number}" for number in (10, 12, 19, 22, 23, 27)),
     *(f"FAC-{number:02}" for number in (3, 10, 13, 15, 16, 17, 23, 25, 27)),
-    *(f"PRV-{number}" for number in (19, 22, 23, 31)),
+    *(f"PRV-{number}" for number in (22, 23, 31)),
     *(f"DX-{number:02}" for number in (2, 5, 7, 22, 23, 24, 27, 29, 33, 37, 41)),
 })  # fmt: skip
 
