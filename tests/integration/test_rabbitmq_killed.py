@@ -83,3 +83,23 @@ def test_what_was_answered_as_settled_does_not_come_again_after_a_kill(new_rabbi
     queue.settle([(delivery, Ack()) for delivery in found])
     assert not queue.fetch_transactions(1, wait=0.5)
     queue.close()
+
+
+@pytest.mark.spec("CNN-02")
+def test_what_came_back_and_was_settled_at_once_does_not_come_again_after_a_kill(new_rabbitmq):
+    """What came back is fetched one by one; one ack for all of it is many entries of the server's log."""
+    server = new_rabbitmq()
+    queue = RabbitMQQueue("orders", url=server.url, timeout=5.0)
+    queue.dispatch([Transaction(f"order-{number}", {}) for number in range(MANY)])
+    claimed(queue, MANY)
+    server.restart(crash=True)
+    held = claimed(queue, MANY)
+    flooded = threading.Event()
+    threading.Thread(target=flood, args=(server.url, flooded), daemon=True).start()
+    assert flooded.wait(SOON)
+    assert queue.settle([(delivery, Ack()) for delivery in held]) == [SettleResult.SETTLED] * MANY
+    server.restart(crash=True)
+    queue.dispatch([Transaction("marker", {})])
+    assert [delivery.transaction.id for delivery in claimed(queue, 1)] == ["marker"]
+    assert not queue.fetch_transactions(1, wait=0.5)
+    queue.close()

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import count
+from math import ceil
 from typing import Any, Final
 
 from pika.compat import long
@@ -106,7 +107,7 @@ class Consumer:
         self.written = Shared(self._ask_log)
         #: The consumer that is given nothing and asks the log, if it is there.
         self._asker = ""
-        #: Acks that were written since the log was asked.
+        #: Messages that were acked since the log was asked.
         self._acks = 0
         self._looking: asyncio.TimerHandle | None = None
         #: Since when the last one that came had been ready.
@@ -411,10 +412,11 @@ class Consumer:
             if tag not in tags:
                 break
             last = tag
+            # One ack up to a tag is one entry of the log for each message.
+            self._acks += 1
         try:
             if last:
                 channel.raw.basic_ack(last, multiple=True)
-                self._acks += 1
             for tag in tags:
                 if tag > last:
                     channel.raw.basic_ack(tag)
@@ -442,14 +444,14 @@ class Consumer:
     async def _ask_log(self) -> None:
         """Acks have no answer, and a count is answered before they are in the queue's log, where a kill loses them.
 
-        A consumer that comes or goes is an entry of that log behind theirs, and is answered when it is kept. Behind
-        many acks it takes two: while many are on their way the server holds back what comes, until it hears of those.
+        A consumer that comes or goes is an entry of that log behind theirs, and is answered when it is kept. While many
+        entries are on their way the server holds back the rest, so each part of them takes one question more.
         """
         channel = self._living()
         acks, self._acks = self._acks, 0
         async with self._connection.answering("keep what was acked"):
             try:
-                for _ in range(1 if acks <= _ON_THEIR_WAY else 2):
+                for _ in range(1 + ceil(acks / _ON_THEIR_WAY)):
                     await channel.ask(self._enter(channel))
             except Refused as error:
                 raise _refused(error) from error
