@@ -196,7 +196,7 @@ def test_a_store_with_bounds_refuses_what_is_beyond_and_lets_go_of_what_is_confi
     finally:
         said = made.said()
     assert 'event="room ends" room=facts used=4 limit=4' in said
-    assert "facts pruned facts=4 artifacts=0" in said
+    assert 'event="facts pruned" facts=4 artifacts=0' in said
 
 
 def test_the_object_may_come_from_a_pipe(served, pair):
