@@ -38,9 +38,9 @@ assert report['failures'][0]['code'] == 'declined', report
 check "the command is there" ergon --version
 check "the help has an example" bash -c 'ergon run --help | grep -F "ergon run app:charge"'
 check "the task runs and ends well" run
-check "the first attempt at order-2 failed" grep -F "order-2: attempt 0" output
-check "order-2 was tried again" grep -F "order-2: attempt 1" output
-check "order-3 was not tried again" bash -c '! grep -F "order-3: attempt 1" output'
+check "the first attempt at order-2 failed" grep -F "order-2: attempt 1" output
+check "order-2 was tried again" grep -F "order-2: attempt 2" output
+check "order-3 was not tried again" bash -c '! grep -F "order-3: attempt 2" output'
 check "the summary names what failed" grep -F "BUSINESS: card declined (1 attempt)" output
 check "the dead letter is there, with its reason" dead
 check "the report is there as JSON" report
