@@ -17,7 +17,7 @@ INVARIANT_FAILED = ("invariant", "failed")
 REQUIREMENTS = frozenset({
     *(f"CON-{number}" for number in (21, 23, 28, 29, 30, 31, 34)),
     *(f"PRO-{number}" for number in (13, 14, 18)),
-    *(f"CNN-{number:02}" for number in (2, 7, 9, 11, 12, 14, 15)),
+    *(f"CNN-{number:02}" for number in (2, 4, 7, 9, 11, 12, 14, 15)),
     *(f"EXE-{number}" for number in (10, 12, 19, 22, 23, 27)),
     *(f"FAC-{number:02}" for number in (3, 10, 13, 15, 16, 17, 23, 25, 27)),
     *(f"PRV-{number}" for number in (22, 23, 31)),
