@@ -13,6 +13,8 @@ from tests.integration.running import ERGON, Running
 
 GRACE = 0.4
 FLAVOURS = ("def", "async def")
+#: Stderr stays empty, so that the last line of both streams is that of stdout.
+QUIET = ("--log-level", "warning")
 
 
 def handled(flavour, body, awaits, *, policy="policy()", decorated=""):
@@ -274,7 +276,7 @@ def test_handlers_left_behind_do_not_keep_a_process_that_has_nothing_more_to_do(
 def test_the_options_override_the_policy_and_json_is_the_last_line(tmp_path):
     source = "orders(3)" + handled("def", "", "")
     (tmp_path / "policy.toml").write_text("[loop]\nstreaming = true\nlimit = 1\n", encoding="utf-8")
-    with Running(tmp_path, source, "--policy", "policy.toml", "--once", "--limit", "2", "--json") as process:
+    with Running(tmp_path, source, "--policy", "policy.toml", "--once", "--limit", "2", "--json", *QUIET) as process:
         code, _ = process.ended()
     told = json.loads(process.said[-1])
     assert code == told["exit_code"] == Exit.OK
