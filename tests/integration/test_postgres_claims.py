@@ -68,26 +68,25 @@ def test_a_claim_of_keys_looks_at_what_it_takes_however_long_the_queue_has_becom
     def dispatch(first, count):
         queue.dispatch([Transaction(f"t-{n}", key=f"k-{n}") for n in range(first, first + count)])
 
-    def handled(times):
+    def claim(times):
         for _ in range(times):
-            found = queue.fetch_transactions(100, wait=0.5)
-            assert len(found) == 100
-            queue.settle([(delivery, Ack()) for delivery in found])
+            assert len(queue.fetch_transactions(100, wait=0.5)) == 100
 
     with psycopg.connect(database, autocommit=True) as connection:
         # Until autovacuum comes, once a minute, nobody has counted; what was planned for a short queue is kept.
         connection.execute("alter table ergon.ready set (autovacuum_enabled = off)")
-        # Whatever joins tables, where it could look one row up after the other, is made to read all of one.
+        # A join that is not fenced may now read all of a table. Nothing is settled here: our sessions turn the other
+        # kinds of join off, so with this setting the plan of a settlement would be a matter of chance.
         connection.execute(f"alter database {connection.info.dbname} set enable_nestloop = off")
     queue = PostgresQueue("orders", dsn=database)
     queue.open()
     dispatch(0, 2000)
-    handled(4)
+    claim(4)
     dispatch(2000, 8000)
-    handled(10)
+    claim(10)
     queue.close()
     _, found = looked_at(database, "ready_pkey")
-    assert 1400 <= found < 20_000
+    assert 1400 <= found < 6_000
 
 
 @pytest.mark.spec("CNN-12")
