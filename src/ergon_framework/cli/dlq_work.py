@@ -26,7 +26,7 @@ from ergon_framework.connectors.base import Connector
 from ergon_framework.connectors.bridge import as_sync
 from ergon_framework.connectors.deadletters import Became, DeadLetterQuery
 from ergon_framework.errors import ConfigurationError, ErgonError, text
-from ergon_framework.runner.loading import load_connector, search_here
+from ergon_framework.runner.loading import load_connector
 
 #: The most of one id that are shown.
 SAME = 100
@@ -283,7 +283,6 @@ def _verdict(order: Order, tally: Tally) -> str:
 def with_connector(where: str, work: Callable[[Connector], DlqExit]) -> DlqExit:
     """Do *work* with the connector that *where* names; errors of ours explain themselves."""
     configure("WARNING")
-    search_here()
     try:
         with opened(where) as connector:
             return work(connector)

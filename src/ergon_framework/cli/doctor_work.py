@@ -21,7 +21,6 @@ from ergon_framework.errors import ConfigurationError, ConnectionLost, ErgonErro
 from ergon_framework.finding import Finding, Page, Wall, Weight
 from ergon_framework.runner import queues
 from ergon_framework.runner.exits import ExitCode
-from ergon_framework.runner.loading import search_here
 from ergon_framework.runner.settings import settings
 from ergon_framework.telemetry.redaction import masked
 
@@ -55,7 +54,6 @@ def diagnosed(names: Sequence[str], *, config: Path | None, timeout: float, as_j
     """Print what is wrong with what the settings and *names* name."""
     # What connectors say in their logs is told by the findings.
     configure("CRITICAL")
-    search_here()
     try:
         reports = examined(names, config=config, timeout=timeout)
     except ConfigurationError as error:

@@ -14,7 +14,7 @@ from ergon_framework.executor.watch import Watch
 from ergon_framework.runner import exporting
 from ergon_framework.runner.exits import Exit
 from ergon_framework.runner.leaving import flush, guard
-from ergon_framework.runner.loading import load_registry, search_here
+from ergon_framework.runner.loading import load_registry
 from ergon_framework.runner.process import Ended
 from ergon_framework.runner.settings import settings
 from ergon_framework.task.report import Report
@@ -30,7 +30,6 @@ def run_handlers(name: str, *, grace: float, log_level: str | None) -> int:
         streams = Streams.seize()
         found = settings(None)
         configure((log_level or found.logging.level).upper(), found.logging.format)
-        search_here()
         registry = load_registry(name)
         # After the handlers are in, which may have set telemetry up themselves, and before the runtime asks for it.
         exporting.export(name)

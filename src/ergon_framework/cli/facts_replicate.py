@@ -17,7 +17,7 @@ from ergon_framework.errors import ConfigurationError, ErgonError
 from ergon_framework.facts.replica import ReplicaState
 from ergon_framework.runner.exits import Exit
 from ergon_framework.runner.health import STARTING, Health
-from ergon_framework.runner.loading import load_replicators, search_here
+from ergon_framework.runner.loading import load_replicators
 from ergon_framework.runner.probes import probed
 from ergon_framework.runner.replicating import Replicating
 from ergon_framework.runner.settings import Settings, settings
@@ -72,7 +72,6 @@ def _run(name: str, found: Settings, log_level: LogLevel | None, *, as_json: boo
 
     try:
         configure((log_level or LogLevel.INFO).upper(), found.logging.format)
-        search_here()
         with probed(found.run.probes, check, Sums().read) as port:
             if port is not None and found.run.probes.port == 0:
                 typer.echo(f"ergon: probes on http://{found.run.probes.host}:{port}", err=True)

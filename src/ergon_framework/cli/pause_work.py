@@ -20,7 +20,7 @@ from ergon_framework.cli.summary import tell
 from ergon_framework.cli.telling import explained
 from ergon_framework.errors import ConfigurationError, ErgonError, text
 from ergon_framework.runner.exits import ExitCode
-from ergon_framework.runner.loading import load_task, search_here
+from ergon_framework.runner.loading import load_task
 from ergon_framework.runner.settings import database
 from ergon_framework.schema import libraries
 
@@ -184,7 +184,6 @@ def _rows(workers: Sequence[Fetching]) -> Iterator[tuple[str, str]]:
 
 def _with(work: Callable[[_Desk], PauseExit], *, config: Path | None, as_json: bool) -> PauseExit:
     configure("WARNING")
-    search_here()
     try:
         with _opened(database(config)) as desk:
             return work(desk)

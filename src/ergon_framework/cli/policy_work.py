@@ -19,7 +19,6 @@ from ergon_framework.policy import Policy
 from ergon_framework.providers.base import Provider
 from ergon_framework.providers.policy import ProviderPolicy
 from ergon_framework.runner.exits import ExitCode
-from ergon_framework.runner.loading import search_here
 from ergon_framework.task.mixins.policies import ConsumerPolicy, ProducerPolicy
 from ergon_framework.task.worst import WorstCase, refuse_too_long, worst_case
 
@@ -70,7 +69,6 @@ class Explained:
 def explain(name: str, *, policy: Path | None, config: Path | None, as_json: bool) -> PolicyExit:
     """Show what the policy of the task called *name* allows at worst."""
     try:
-        search_here()
         options = Options(task=name, policy=_text(policy), config=_text(config))
         task, rules = load_consumer(options, options.settings())
     except ConfigurationError as error:

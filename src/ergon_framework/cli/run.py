@@ -98,11 +98,9 @@ def run_task(options: Options, *, as_json: bool) -> int:
 
 
 def prepare(options: Options, found: Settings) -> None:
-    """Have logs go where they belong, and queues and modules be found where people expect them."""
+    """Configure the logs, and let queues be found by the names that the settings give them."""
     configure((options.log_level or found.logging.level).upper(), found.logging.format)
     queues.use(found)
-    # A console script finds its own folder there; people expect theirs, as with python -m.
-    sys.path.insert(0, str(Path.cwd()))
 
 
 def load(options: Options, found: Settings) -> tuple[Runnable, ConsumerPolicy | ProducerPolicy]:
@@ -266,7 +264,7 @@ def _run_many(options: Options, found: Settings, *, as_json: bool) -> int:
 def _command(options: Options) -> Callable[[int, int, int], Sequence[str]]:
     def command(number: int, orders: int, reports: int) -> Sequence[str]:
         given = json.dumps({"number": number, "orders": orders, "reports": reports, "options": asdict(options)})
-        # -P: nothing of the current folder may stand in the way of libraries; it is on the path once they are in.
+        # -P: python -m would put the current folder in front of the installed packages.
         return [sys.executable, "-P", "-m", "ergon_framework.cli.child", given]
 
     return command

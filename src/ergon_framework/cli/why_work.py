@@ -21,7 +21,7 @@ from ergon_framework.errors import ConfigurationError, ErgonError, text
 from ergon_framework.history import History, Kind, Question, Source, Value
 from ergon_framework.providers.standing import Standing
 from ergon_framework.runner.exits import ExitCode
-from ergon_framework.runner.loading import load_connector, load_task, search_here
+from ergon_framework.runner.loading import load_connector, load_task
 from ergon_framework.runner.settings import Settings, settings
 from ergon_framework.task.defaults import choose_policy
 from ergon_framework.task.mixins.policies import ConsumerPolicy
@@ -123,7 +123,6 @@ def explained(
 ) -> WhyExit:
     """Print what is known of *work_id*."""
     configure("WARNING")
-    search_here()
     try:
         inquiry, accounts = _asked(Question(work_id), tasks=tasks, queues=queues, found=settings(config))
     except ConfigurationError as error:

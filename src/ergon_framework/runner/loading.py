@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import sys
 import tomllib
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -26,6 +29,10 @@ from ergon_framework.task.base import AsyncTask, Task
 from ergon_framework.task.mixins.consumer import AsyncConsumerMixin, ConsumerMixin
 from ergon_framework.task.mixins.policies import ConsumerPolicy, ProducerPolicy
 from ergon_framework.task.mixins.producer import AsyncProducerMixin, ProducerMixin
+from ergon_framework.telemetry import logs
+from ergon_framework.telemetry.names import LIBRARY, Event, Field
+
+log = logging.getLogger(f"{LIBRARY}.runner")
 
 P = TypeVar("P", ConsumerPolicy, ProducerPolicy)
 
@@ -39,11 +46,6 @@ _EXAMPLES = {
     "replicator": "app:replicators",
 }
 _READERS: dict[str, Callable[[str], Any]] = {".toml": tomllib.loads, ".json": json.loads}
-
-
-def search_here() -> None:
-    """Find modules in the current folder too: a console script finds only its own, people expect theirs."""
-    sys.path.insert(0, str(Path.cwd()))
 
 
 def load_task(name: str) -> Runnable:
@@ -135,7 +137,13 @@ def _found(name: str, kind: str, *, wanted: Callable[[object], bool]) -> Any:
         return getattr(module, attribute)
     except AttributeError:
         near = _nearest(module, attribute, kind=kind, wanted=wanted)
-        raise ConfigurationError(f"{module_name!r} has no {attribute!r}; {near}") from None
+        shadow = _find_shadow(module_name)
+        if shadow is None:
+            raise ConfigurationError(f"{module_name!r} has no {attribute!r}; {near}") from None
+        raise ConfigurationError(
+            f"{module_name!r} has no {attribute!r} in {shadow.loaded}; installed modules come before {shadow.ignored}; "
+            "rename it"
+        ) from None
 
 
 def load_policy(path: Path, kind: type[P]) -> P:
@@ -157,18 +165,50 @@ def load_policy(path: Path, kind: type[P]) -> P:
         raise ConfigurationError(f"{path}: {error}") from error
 
 
+@dataclass(frozen=True, slots=True)
+class _Shadow:
+    """A module of the current folder that was not loaded, because an installed one has its name."""
+
+    loaded: str
+    ignored: str
+
+
+def _find_shadow(name: str) -> _Shadow | None:
+    top = name.partition(".")[0]
+    here = PathFinder.find_spec(top, [str(Path.cwd())])
+    loaded = getattr(sys.modules.get(top), "__spec__", None)
+    if here is None or here.origin is None or loaded is None or loaded.origin is None:
+        return None
+    if Path(loaded.origin).resolve() == Path(here.origin).resolve():
+        return None
+    return _Shadow(loaded.origin, here.origin)
+
+
 def _module(name: str) -> ModuleType:
+    """Import a module of the user: only here the current folder is searched, and after all that is installed."""
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)
     try:
-        return importlib.import_module(name)
+        module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         missing = error.name or ""
         if missing and f"{name}.".startswith(f"{missing}."):
-            raise ConfigurationError(
-                f"there is no module {missing!r} here or installed; run ergon in the folder that holds it"
-            ) from error
+            shadow = _find_shadow(name)
+            hint = (
+                "run ergon in the folder that holds it"
+                if shadow is None
+                else f"{shadow.loaded} was loaded, and installed modules come before {shadow.ignored}; rename it"
+            )
+            raise ConfigurationError(f"there is no module {missing!r} here or installed; {hint}") from error
         raise _broken(name, error) from error
     except Exception as error:
         raise _broken(name, error) from error
+    shadow = _find_shadow(name)
+    if shadow is not None:
+        fields = {Field.LOADED: shadow.loaded, Field.IGNORED: shadow.ignored}
+        logs.say(logging.WARNING, Event.MODULE_SHADOWED, fields, to=log)
+    return module
 
 
 def _broken(name: str, error: Exception) -> ConfigurationError:

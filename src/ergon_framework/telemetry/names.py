@@ -477,6 +477,7 @@ class Event:
     LOOP_ENDED: Final = "loop ended"
     LOOP_BLOCKED: Final = "event loop blocked"
     LOOP_FREE: Final = "event loop free"
+    MODULE_SHADOWED: Final = "module shadowed"
     WORKER_STARTED: Final = "worker started"
     PROCESS_STARTED: Final = "process started"
     PROCESS_DIED: Final = "process died"
@@ -590,6 +591,8 @@ class Field:
     ROOM: Final = "room"
     USED: Final = "used"
     LIMIT: Final = "limit"
+    LOADED: Final = "loaded"
+    IGNORED: Final = "ignored"
 
 
 def listed(names: type) -> list[str]:
