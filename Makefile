@@ -231,10 +231,10 @@ $(VENV)/.fuzzer: $(STAMP) constraints/fuzz.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r constraints/fuzz.txt
 	touch $(VENV)/.fuzzer
 
-fuzz-executors: $(VENV)/.fuzzer ## both directions of the executor protocol, each for SECONDS=30; with KEEP=1 runs add up
+fuzz-executors: $(VENV)/.fuzzer ## both directions of the executor protocol and real processes, each for SECONDS=30; with KEEP=1 runs add up
 	$(BIN)/python -m tests.fuzz.executors --seconds $(or $(SECONDS),30) $(if $(KEEP),--keep)
 
-fuzz-facts: $(VENV)/.fuzzer ## requests and answers of the facts service, each for SECONDS=30; with KEEP=1 runs add up
+fuzz-facts: $(VENV)/.fuzzer ## requests and answers of the facts service, and the service itself over the network, each for SECONDS=30; with KEEP=1 runs add up
 	$(BIN)/python -m tests.fuzz.facts --seconds $(or $(SECONDS),30) $(if $(KEEP),--keep)
 
 fleet-providers: $(STAMP) ## quota, breaker and keys over many processes, some of them killed; about 4 minutes

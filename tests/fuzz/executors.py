@@ -5,5 +5,7 @@ from __future__ import annotations
 from tests.fuzz.driver import Fuzzed
 from tests.fuzz.grammar import seeds
 
+LIVE = {"processes": "tests.fuzz.executor_process"}
+
 if __name__ == "__main__":
-    Fuzzed("executors", "tests.fuzz.target", ("requests", "outcomes"), seeds).main()
+    Fuzzed("executors", "tests.fuzz.target", ("requests", "outcomes"), seeds, live=LIVE).main()

@@ -5,5 +5,7 @@ from __future__ import annotations
 from tests.fuzz.driver import Fuzzed
 from tests.fuzz.facts_grammar import seeds
 
+LIVE = {"facts-network": "tests.fuzz.facts_network"}
+
 if __name__ == "__main__":
-    Fuzzed("facts", "tests.fuzz.facts_target", ("facts-requests", "facts-answers"), seeds).main()
+    Fuzzed("facts", "tests.fuzz.facts_target", ("facts-requests", "facts-answers"), seeds, live=LIVE).main()

@@ -52,6 +52,9 @@ log: Final = logging.getLogger(f"{LIBRARY}.executor")
 STEP: Final = "process"
 #: How many calls of a traceback are told, the innermost ones.
 CALLS: Final = 50
+#: Refused lines that are logged one by one; after them one log entry stands for this many.
+LOGGED_REFUSALS: Final = 10
+REFUSALS_PER_LOG: Final = 1_000
 
 
 class Runtime:
@@ -67,6 +70,7 @@ class Runtime:
         self._scope: Scope | None = None
         self._task: asyncio.Task[Any] | None = None
         self._pid = os.getpid()
+        self._refusals = 0
 
     def serve(self, streams: Streams) -> None:
         """Answer every line that comes, until there are no more, nobody reads, or ``stop`` is called."""
@@ -121,8 +125,11 @@ class Runtime:
     def _refused(self, line: BadLine) -> bytes | None:
         if line.job_id is not None:
             return write_outcome(_error(line.job_id, line.error_type, line.message))
-        told = {Field.REASON: line.reason.value, Field.BYTES: line.size, Field.ERROR: line.message}
-        logs.say(logging.WARNING, Event.LINE_REFUSED, told, to=log)
+        self._refusals += 1
+        if self._refusals <= LOGGED_REFUSALS or self._refusals % REFUSALS_PER_LOG == 0:
+            reason = f"{line.message}; {self._refusals} lines refused so far"
+            fields = {Field.REASON: line.reason.value, Field.BYTES: line.size, Field.ERROR: reason}
+            logs.say(logging.WARNING, Event.LINE_REFUSED, fields, to=log)
         return None
 
     # -- one job ----------------------------------------------------------------------------------

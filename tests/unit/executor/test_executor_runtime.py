@@ -255,6 +255,14 @@ def test_what_names_no_job_is_logged_and_not_answered(sent, caplog):
     assert record.bytes == (sent.size if isinstance(sent, Overlong) else len(sent))
 
 
+def test_a_flood_of_refused_lines_is_logged_as_a_count(caplog):
+    runtime = runtime_of(add)
+    for _ in range(2_500):
+        assert runtime.reply(b"") is None
+    assert len(caplog.records) == 12
+    assert caplog.records[-1].error.endswith("; 2000 lines refused so far")
+
+
 # -- typed parameters -----------------------------------------------------------------------------
 
 
