@@ -15,7 +15,7 @@ from ergon_framework.facts.model import Cursor, Fact, Pair
 from ergon_framework.facts.service.calls import SERVICE
 from ergon_framework.facts.service.files import TlsFiles
 from tests.integration.facts_zones import IN, KINDS, OUT, Zones, fact, stored
-from tests.servers.certificates import Authority, fingerprint
+from tests.servers.certificates import Authority, fingerprint, public_key_digest, with_other_signature
 
 pytestmark = pytest.mark.spec("FAC-18")
 
@@ -202,6 +202,34 @@ def test_a_certificate_that_is_revoked_while_connected_is_out(zones, tmp_path):
     assert zones.host.call("with a list", "end_of", OUT).offset == 1
     # The peer is another one.
     assert len(zones.client(zones.peer_files).fetch_facts("ledger", OUT, 10)) == 1
+
+
+@pytest.mark.spec("SEC-05")
+@pytest.mark.parametrize("listed", ["fingerprint", "certificate", "public key", "crl"])
+def test_a_revoked_certificate_stays_revoked_with_another_signature(zones, tmp_path, listed):
+    path, crl = tmp_path / "revoked", tmp_path / "crl"
+    path.write_text("", encoding="utf-8")
+    crl.write_bytes(zones.host.authority.crl())
+    files = zones.host.authority.issue("stolen", zones=["Plant A"])
+    zones.serve(f"listed by {listed}", revoked=path, crl=crl)
+    twin = with_other_signature(files)
+    assert fingerprint(twin) != fingerprint(files)
+    for number, each in enumerate((files, twin), 1):
+        assert zones.client(each).append_fact(*fact(number)).offset == number
+    if listed == "crl":
+        crl.write_bytes(zones.host.authority.crl(files))
+    else:
+        lines = {
+            "fingerprint": fingerprint(files),
+            "certificate": files.certificate.read_text(encoding="utf-8"),
+            "public key": f"public-key={public_key_digest(files)}",
+        }
+        path.write_text(lines[listed] + "\n", encoding="utf-8")
+    for each in (files, twin):
+        with pytest.raises(AccessDenied, match="was revoked"):
+            zones.client(each).append_fact(*fact(3))
+    # Another certificate of the same zone is another one.
+    assert zones.client(zones.plant_files).append_fact(*fact(3)).offset == 3
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -9,6 +9,7 @@ from pathlib import Path
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature, encode_dss_signature
 from cryptography.x509.oid import NameOID
 
 from ergon_framework.facts.service.files import TlsFiles
@@ -28,10 +29,10 @@ def _pem(key):
 class Authority:
     """Signs certificates, and writes them into *folder*."""
 
-    def __init__(self, folder: Path, name: str = "authority") -> None:
+    def __init__(self, folder: Path, name: str = "authority", *, curve: ec.EllipticCurve | None = None) -> None:
         self._folder = folder
         self._name = _named(name)
-        self._key = ec.generate_private_key(ec.SECP256R1())
+        self._key = ec.generate_private_key(curve or ec.SECP256R1())
         self._certificate = self._sign(self._name, self._key.public_key(), [], ca=True)
         self.path = folder / f"{name}.pem"
         self.path.write_bytes(self._certificate.public_bytes(serialization.Encoding.PEM))
@@ -59,6 +60,19 @@ class Authority:
             new.replace(path)
         return files
 
+    def crl(self, *revoked, lasts=timedelta(hours=1), extensions=(), encoding=serialization.Encoding.PEM):
+        """The bytes of a CRL that lists the certificates of *revoked*."""
+        now = datetime.now(UTC)
+        last = now - timedelta(days=1)
+        builder = x509.CertificateRevocationListBuilder().issuer_name(self._name).last_update(last)
+        builder = builder.next_update(now + lasts)
+        for files in revoked:
+            entry = x509.RevokedCertificateBuilder().serial_number(certificate_of(files).serial_number)
+            builder = builder.add_revoked_certificate(entry.revocation_date(last).build())
+        for extension in extensions:
+            builder = builder.add_extension(extension, critical=True)
+        return builder.sign(self._key, hashes.SHA256()).public_bytes(encoding)
+
     def _sign(self, name, public, names, *, lasts=timedelta(days=1), since=timedelta(hours=1), ca=False):
         now = datetime.now(UTC)
         builder = (
@@ -78,5 +92,49 @@ class Authority:
         return builder.sign(self._key, hashes.SHA256())
 
 
+def certificate_of(files: TlsFiles) -> x509.Certificate:
+    return x509.load_pem_x509_certificate(files.certificate.read_bytes())
+
+
 def fingerprint(files: TlsFiles) -> str:
-    return x509.load_pem_x509_certificate(files.certificate.read_bytes()).fingerprint(hashes.SHA256()).hex()
+    return certificate_of(files).fingerprint(hashes.SHA256()).hex()
+
+
+def public_key_digest(files: TlsFiles) -> str:
+    """The sha256 of the public key, as openssl pkey -pubin -outform DER | openssl dgst -sha256 prints it."""
+    digest = hashes.Hash(hashes.SHA256())
+    digest.update(
+        certificate_of(files)
+        .public_key()
+        .public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
+    )
+    return digest.finalize().hex()
+
+
+#: The order of each curve's group, by the number of its bits.
+_ORDERS = {
+    256: 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551,
+    384: 2**384 - 1388124618062372383947042015309946732620727252194336364173,
+    521: 2**521 - 657877501894328237357444332315020117536923257219387276263472201219398408051703,
+}
+
+
+def with_other_signature(files: TlsFiles, *, bits: int = 256) -> TlsFiles:
+    """The same certificate and key with the other valid ECDSA signature, (r, n - s); it takes no key of an authority.
+
+    *bits* is the size of the authority's key.
+    """
+    original = certificate_of(files)
+    r, s = decode_dss_signature(original.signature)
+    signature = encode_dss_signature(r, _ORDERS[bits] - s)
+    # It is as valid as the first one, or this raises.
+    authority = x509.load_pem_x509_certificate(files.authorities.read_bytes())
+    authority.public_key().verify(signature, original.tbs_certificate_bytes, ec.ECDSA(hashes.SHA256()))
+    der, signed = original.public_bytes(serialization.Encoding.DER), original.tbs_certificate_bytes
+    rest = der[der.index(signed) + len(signed) :]
+    size = bytes([len(signature) + 1]) if len(signature) < 127 else bytes([0x81, len(signature) + 1])
+    body = signed + rest[: rest[1] + 2] + b"\x03" + size + b"\x00" + signature
+    twin = x509.load_der_x509_certificate(b"\x30\x82" + len(body).to_bytes(2, "big") + body)
+    path = files.certificate.with_suffix(".twin")
+    path.write_bytes(twin.public_bytes(serialization.Encoding.PEM))
+    return TlsFiles(path, files.key, files.authorities)

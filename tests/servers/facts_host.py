@@ -49,8 +49,8 @@ class Host:
             raise result
         return result
 
-    def serve(self, store, *, side="inner", room=None, zones=None, limits=None, revoked=None, listen="127.0.0.1:0"):
-        """The address of *store*, which is served from now on."""
+    def serve(self, store, *, side="inner", room=None, zones=None, limits=None, **more):
+        """The address of *store*, which is served from now on; *more* are fields of the BoundaryServer."""
         port = self.ask(
             "serve",
             store,
@@ -59,8 +59,7 @@ class Host:
             side=side,
             room=room,
             limits=limits or Limits(),
-            revoked=revoked,
-            listen=listen,
+            **more,
         )
         return f"127.0.0.1:{port}"
 

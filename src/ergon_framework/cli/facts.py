@@ -100,7 +100,10 @@ def serve(
     prune_every: Annotated[float, typer.Option(parser=lasting, metavar="TIME", help="How often, with --keep.")] = "1h",  # type: ignore[assignment]  # the parser is given it as it is written
     revoked: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="sha256 fingerprints of certificates that are not let in, a line each."),
+        typer.Option(metavar="FILE", help="Certificates (PEM) and public-key=SHA256 that are not let in."),
+    ] = None,
+    crl: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="CRLs of the authorities in --tls-ca, as PEM or DER.")
     ] = None,
     grace: Annotated[
         float, typer.Option(parser=lasting, metavar="TIME", help="How long calls may go on after SIGTERM.")
@@ -137,6 +140,7 @@ def serve(
         contents=contents,
         accept_loss=accept_loss,
         revoked=revoked,
+        crl=crl,
         grace=grace,
         config=config,
         max_facts=max_facts,

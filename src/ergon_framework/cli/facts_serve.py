@@ -60,6 +60,7 @@ class Order:
     contents: Path | None
     accept_loss: bool
     revoked: Path | None
+    crl: Path | None
     grace: float
     config: Path | None
     max_facts: int | None = None
@@ -106,6 +107,7 @@ async def _serve(order: Order, probes: ProbeSettings) -> None:
             files=files.TlsFiles(order.certificate, order.key, order.authorities),
             listen=order.listen,
             revoked=order.revoked,
+            crl=order.crl,
         )
         with ExitStack() as beside:
             serving = Event()

@@ -522,6 +522,7 @@ class Event:
     ACCESS_DENIED: Final = "access denied"
     CALL_FAILED: Final = "facts call failed"
     CERTIFICATES_UNREADABLE: Final = "certificates unreadable"
+    REVOCATION_WEAK: Final = "revocation list weak"
 
 
 class Field:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from datetime import timedelta
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding
 
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.facts.boundary import KnownObject, LogState
@@ -15,7 +19,8 @@ from ergon_framework.facts.service import identity
 from ergon_framework.facts.service.access import Access
 from ergon_framework.facts.service.identity import Identity
 from ergon_framework.facts.service.revoked import Revoked
-from tests.servers.certificates import Authority, fingerprint
+from tests.log_events import events_of
+from tests.servers.certificates import Authority, fingerprint, public_key_digest, with_other_signature
 
 pytestmark = pytest.mark.spec("FAC-18")
 
@@ -227,4 +232,129 @@ def test_a_list_that_is_wrong_from_the_start_is_no_start(tmp_path):
         Revoked(path)
     path.write_text("\nabc\n", encoding="utf-8")
     with pytest.raises(ConfigurationError, match=":2 is no sha256 fingerprint"):
+        Revoked(path)
+
+
+# -- revocation -----------------------------------------------------------------------------------------
+
+
+def is_let_in(revoked, files):
+    return allowed(revoked.check, read(files))
+
+
+@pytest.mark.spec("SEC-05")
+@pytest.mark.parametrize("curve, bits", [(ec.SECP256R1(), 256), (ec.SECP384R1(), 384), (ec.SECP521R1(), 521)])
+@pytest.mark.parametrize("first", ["original", "twin"])
+def test_a_fingerprint_revokes_both_signatures_of_a_certificate(tmp_path, curve, bits, first):
+    files = Authority(tmp_path, curve=curve).issue("stolen", zones=["Plant A"])
+    both = {"original": files, "twin": with_other_signature(files, bits=bits)}
+    path = tmp_path / "revoked"
+    path.write_text(fingerprint(both[first]), encoding="utf-8")
+    assert [is_let_in(Revoked(path), each) for each in both.values()] == [False, False]
+
+
+@pytest.mark.spec("SEC-05")
+def test_a_certificate_is_let_in_whichever_of_its_signatures_the_authority_made(authority):
+    # Half of the signatures of OpenSSL have a high s: refusing them would refuse every second honest certificate.
+    files = authority.issue("either", zones=["Plant A"])
+    assert all(is_let_in(Revoked(), each) for each in (files, with_other_signature(files)))
+
+
+@pytest.mark.spec("SEC-05")
+def test_a_list_names_certificates_and_public_keys_beside_comments(authority, tmp_path):
+    by_certificate, by_key, other = (authority.issue(name, zones=["Plant A"]) for name in ("first", "second", "third"))
+    path = tmp_path / "revoked"
+    path.write_text(
+        f"# INC-7\n{by_certificate.certificate.read_text(encoding='utf-8')}\n"
+        f"public-key={public_key_digest(by_key)}  # lost laptop\n",
+        encoding="utf-8",
+    )
+    revoked = Revoked(path)
+    assert [is_let_in(revoked, each) for each in (by_certificate, by_key, other)] == [False, False, True]
+
+
+@pytest.mark.spec("SEC-05")
+def test_a_list_of_fingerprints_is_read_with_a_warning(authority, tmp_path, caplog):
+    files = authority.issue("old list", zones=["Plant A"])
+    path = tmp_path / "revoked"
+    with caplog.at_level(logging.WARNING):
+        path.write_text(f"public-key={public_key_digest(files)}", encoding="utf-8")
+        assert not is_let_in(Revoked(path), files)
+        assert events_of(caplog.records) == []
+        path.write_text(fingerprint(files), encoding="utf-8")
+        assert not is_let_in(Revoked(path), files)
+        assert events_of(caplog.records) == ["revocation list weak"]
+
+
+@pytest.mark.spec("SEC-05")
+@pytest.mark.parametrize("encoding", [Encoding.PEM, Encoding.DER])
+def test_a_crl_revokes_what_its_issuer_lists(tmp_path, encoding):
+    authority, foreign = Authority(tmp_path, "ours"), Authority(tmp_path, "foreign")
+    listed, free = authority.issue("listed", zones=["Plant A"]), authority.issue("free", zones=["Plant A"])
+    path = tmp_path / "crl"
+    path.write_bytes(authority.crl(listed, encoding=encoding))
+    revoked = Revoked(crl=path, authorities=authority.path)
+    assert [is_let_in(revoked, each) for each in (listed, free)] == [False, True]
+    path.write_bytes(authority.crl(listed, free, encoding=encoding))
+    assert not is_let_in(revoked, free)
+    # A CRL of another authority is not believed, and without a CRL no caller is let in.
+    path.write_bytes(foreign.crl(encoding=encoding))
+    with pytest.raises(AccessDenied, match="cannot be read") as caught:
+        revoked.check(read(free))
+    assert caught.value.later
+
+
+@pytest.mark.spec("SEC-05")
+def test_an_expired_crl_lets_in_no_certificate_of_its_issuer(tmp_path, caplog):
+    authority, other = Authority(tmp_path, "ours"), Authority(tmp_path, "other")
+    files, elsewhere = authority.issue("plant", zones=["Plant A"]), other.issue("elsewhere", zones=["Plant A"])
+    path = tmp_path / "crl"
+    path.write_bytes(authority.crl(lasts=timedelta(hours=1)))
+    now = [time.time()]
+    revoked = Revoked(crl=path, authorities=authority.path, clock=lambda: now[0])
+    assert is_let_in(revoked, files)
+    now[0] += 3700
+    for _ in range(3):
+        with pytest.raises(AccessDenied, match="has expired") as caught:
+            revoked.check(read(files))
+        assert caught.value.later
+    assert events_of(caplog.records) == ["certificates unreadable"]
+    assert is_let_in(revoked, elsewhere)
+    path.write_bytes(authority.crl(lasts=timedelta(hours=2)))
+    assert is_let_in(revoked, files)
+
+
+@pytest.mark.spec("SEC-05")
+@pytest.mark.parametrize(
+    "extension, words",
+    [
+        (x509.DeltaCRLIndicator(1), "2.5.29.27"),
+        (
+            x509.IssuingDistributionPoint(None, None, False, False, None, True, False),
+            "2.5.29.28",
+        ),
+    ],
+)
+def test_a_crl_that_is_not_complete_is_refused(authority, tmp_path, extension, words):
+    path = tmp_path / "crl"
+    path.write_bytes(authority.crl(extensions=[extension]))
+    with pytest.raises(ConfigurationError, match=f"{words}.*complete CRL"):
+        Revoked(crl=path, authorities=authority.path)
+
+
+@pytest.mark.spec("SEC-05")
+def test_a_crl_that_is_wrong_from_the_start_is_no_start(authority, tmp_path):
+    path = tmp_path / "crl"
+    path.write_bytes(b"nonsense")
+    with pytest.raises(ConfigurationError, match="is no CRL in PEM or DER"):
+        Revoked(crl=path, authorities=authority.path)
+    path.write_bytes(authority.crl(lasts=timedelta(hours=1)))
+    with pytest.raises(ConfigurationError, match="name the file of the authorities"):
+        Revoked(crl=path)
+    broken = "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"
+    path.write_text(broken, encoding="utf-8")
+    with pytest.raises(ConfigurationError, match="certificate that cannot be read"):
+        Revoked(path)
+    path.write_bytes(b"#" * (16 * 1024 * 1024 + 1))
+    with pytest.raises(ConfigurationError, match="more than 16,777,216 bytes"):
         Revoked(path)

@@ -9,13 +9,24 @@ from typing import Final
 from urllib.parse import quote, unquote
 
 from cryptography import x509
-from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature, encode_dss_signature
+from cryptography.hazmat.primitives.hashes import SHA256, Hash
 
 from ergon_framework.facts.errors import AccessDenied, InvalidFactError
 from ergon_framework.facts.model import check_zone
 
 ZONE: Final = "ergon://zone/"
 OPERATOR: Final = "ergon://operator/"
+#: The orders of the curves whose signatures a handshake accepts: P-224, P-256, P-384 and P-521.
+CURVE_ORDERS: Final = (
+    0xFFFFFFFFFFFFFFFFFFFFFFFFFFFF16A2E0B8F03E13DD29455C5C2A3D,
+    0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551,
+    0xFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFC7634D81F4372DDF581A0DB248B0A77AECEC196ACCC52973,
+    (2**521 - 0x5AE79787C40D069948033FEB708F65A2FC44A36477663B851449048E16EC79BF7),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +41,12 @@ class Identity:
     until: float
     #: sha256 of the certificate, in hexadecimal digits.
     fingerprint: str
+    #: What a new signature cannot change: issuer (DER), serial number, and sha256 of the public key (SPKI).
+    issuer: bytes = b""
+    serial: int = 0
+    public_key: str = ""
+    #: The fingerprint and those of the same certificate with the other valid ECDSA signature, for old lists.
+    fingerprints: frozenset[str] = frozenset()
 
     @property
     def name(self) -> str:
@@ -70,7 +87,14 @@ def read(pem: bytes) -> Identity:
         )
         zones = frozenset(_names(uris, ZONE))
         operators = sorted(_names(uris, OPERATOR))
-    except (ValueError, x509.ExtensionNotFound, x509.DuplicateExtension, InvalidFactError) as error:
+        public_key = digest_public_key(certificate)
+    except (
+        ValueError,
+        UnsupportedAlgorithm,
+        x509.ExtensionNotFound,
+        x509.DuplicateExtension,
+        InvalidFactError,
+    ) as error:
         raise AccessDenied(f"the certificate names nobody in a way that can be read: {error}") from error
     if not zones and not operators:
         raise AccessDenied(f"the certificate names no zone; it needs a URI such as {ZONE}Plant%20A")
@@ -80,7 +104,55 @@ def read(pem: bytes) -> Identity:
         since=certificate.not_valid_before_utc.timestamp(),
         until=certificate.not_valid_after_utc.timestamp(),
         fingerprint=certificate.fingerprint(SHA256()).hex(),
+        issuer=certificate.issuer.public_bytes(),
+        serial=certificate.serial_number,
+        public_key=public_key,
+        fingerprints=frozenset(_fingerprints(certificate)),
     )
+
+
+def digest_public_key(certificate: x509.Certificate) -> str:
+    """Return the sha256 of the SubjectPublicKeyInfo, in hexadecimal digits."""
+    info = certificate.public_key().public_bytes(
+        serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
+    )
+    return _sha256(info)
+
+
+def _sha256(data: bytes) -> str:
+    digest = Hash(SHA256())
+    digest.update(data)
+    return digest.finalize().hex()
+
+
+def _fingerprints(certificate: x509.Certificate) -> Iterable[str]:
+    """Yield the fingerprint of *certificate*, and of each certificate that differs only in the form of its signature.
+
+    An ECDSA signature (r, s) is as valid as (r, n - s), and takes no key to convert. The curve of the issuer is not
+    in the certificate, so all of them are tried.
+    """
+    yield certificate.fingerprint(SHA256()).hex()
+    if not isinstance(certificate.signature_algorithm_parameters, ec.ECDSA):
+        return
+    r, s = decode_dss_signature(certificate.signature)
+    whole = certificate.public_bytes(serialization.Encoding.DER)
+    signed = certificate.tbs_certificate_bytes
+    after = whole[whole.index(signed) + len(signed) :]
+    # The identifier of an ECDSA algorithm has fewer than 128 bytes, so its length is one byte.
+    algorithm = after[: 2 + after[1]]
+    for order in CURVE_ORDERS:
+        if s < order:
+            signature = b"\x00" + encode_dss_signature(r, order - s)
+            yield _sha256(_tagged(0x30, signed + algorithm + _tagged(0x03, signature)))
+
+
+def _tagged(tag: int, content: bytes) -> bytes:
+    """Encode *content* as DER with *tag*."""
+    size = len(content)
+    if size < 0x80:  # noqa: PLR2004 - the short form of DER
+        return bytes([tag, size]) + content
+    length = size.to_bytes((size.bit_length() + 7) // 8, "big")
+    return bytes([tag, 0x80 | len(length)]) + length + content
 
 
 def _names(uris: Iterable[str], prefix: str) -> Iterable[str]:

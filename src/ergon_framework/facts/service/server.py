@@ -74,8 +74,9 @@ class BoundaryServer:
     zones: Collection[str]
     files: TlsFiles
     listen: str = "127.0.0.1:0"
-    #: Fingerprints of certificates that are no longer let in.
+    #: Certificates and public keys that are no longer let in, and the CRLs of the authorities.
     revoked: Path | None = None
+    crl: Path | None = None
     limits: Limits = field(default_factory=Limits)
     clock: Callable[[], float] = time.time
     #: Where it listens, once it does.
@@ -84,8 +85,9 @@ class BoundaryServer:
     async def start(self) -> int:
         """Begin to listen; the port."""
         self._kept = as_async(self.store)
+        revoked = Revoked(self.revoked, crl=self.crl, authorities=self.files.authorities, clock=self.clock)
         self._service = BoundaryService(
-            self._kept, Access(self.zones), Revoked(self.revoked), patience=self.limits.patience, clock=self.clock
+            self._kept, Access(self.zones), revoked, patience=self.limits.patience, clock=self.clock
         )
         self._server = grpc.aio.server(options=self.limits.options(), maximum_concurrent_rpcs=self.limits.calls)
         self._server.add_generic_rpc_handlers((self._service.handler(),))
