@@ -27,7 +27,7 @@ TOTAL := 90
 .PHONY: chaos-brokers power-brokers bench-brokers broker-peers
 .PHONY: bench-providers fleet-providers chaos-outage chaos-celery chaos-executors chaos-cron fuzz-executors bench-executors peers
 .PHONY: bench-facts bench-facts-store bench-facts-service bench-artifacts catchup-facts
-.PHONY: chaos-facts soak-facts power-facts fuzz-facts protos demo demo-chaos
+.PHONY: chaos-facts soak-facts power-facts fuzz-facts fuzz-api protos demo demo-chaos
 
 help: ## print every target with one line
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' Makefile | awk -F '\t' '{printf "%-18s %s\n", $$1, $$2}'
@@ -237,6 +237,9 @@ fuzz-executors: $(VENV)/.fuzzer ## both directions of the executor protocol and 
 fuzz-facts: $(VENV)/.fuzzer ## requests and answers of the facts service, and the service itself over the network, each for SECONDS=30; with KEEP=1 runs add up
 	$(BIN)/python -m tests.fuzz.facts --seconds $(or $(SECONDS),30) $(if $(KEEP),--keep)
 
+fuzz-api: $(STAMP) ## Schemathesis against the provider API with valid and bad tokens, for SECONDS=60
+	$(BIN)/python -m tests.fuzz.api --seconds $(or $(SECONDS),60)
+
 fleet-providers: $(STAMP) ## quota, breaker and keys over many processes, some of them killed; about 4 minutes
 	$(BIN)/python tests/chaos/providers.py
 
@@ -244,7 +247,7 @@ deep: soak mutants bench memory signals bench-postgres chaos-postgres power-post
 deep: trials coverage scan sizes bench-providers fleet-providers chaos-outage chaos-celery chaos-executors chaos-cron fuzz-executors bench-executors
 deep: bench-brokers chaos-brokers power-brokers
 deep: demo-chaos
-deep: chaos-facts catchup-facts soak-facts power-facts fuzz-facts bench-facts
+deep: chaos-facts catchup-facts soak-facts power-facts fuzz-facts fuzz-api bench-facts
 
 check-all-pythons: ## the gate under every supported Python, each with an environment of its own
 	@set -e; for version in $(PYTHONS); do \

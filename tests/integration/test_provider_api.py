@@ -18,8 +18,10 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from psycopg import AsyncConnection
 from schemathesis import GenerationMode
-from schemathesis.specs.openapi.checks import negative_data_rejection
+from schemathesis.specs.openapi.checks import negative_data_rejection, positive_data_acceptance
 
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.providers.api import PATH, app, router
@@ -243,6 +245,12 @@ def test_issuer_audience_claim_and_the_key_before_this_one():
         assert told(**good | wrong) == "refused"
 
 
+@pytest.mark.spec("SEC-27")
+@pytest.mark.parametrize("audience", ["billing", ["billing", "reports"]])
+def test_a_token_for_another_service_is_refused_although_no_audience_is_configured(client, audience):
+    assert get(client, token(aud=audience)).status_code == 401
+
+
 @pytest.mark.parametrize(
     "given, said",
     [
@@ -336,6 +344,7 @@ def test_a_database_that_is_away_is_a_503_and_nothing_of_it_is_told(caplog):
     with TestClient(app(address, verifier=JwtVerifier(HMAC))) as client:
         answer = get(client, token())
     assert answer.status_code == 503
+    assert answer.headers["retry-after"] == "1"
     body = answer.json()
     assert body == {
         "error": "unavailable",
@@ -422,6 +431,48 @@ def test_a_server_that_says_nothing_holds_neither_the_caller_nor_the_loop(new_po
         server.mend()
 
 
+@pytest.mark.spec("SEC-27")
+def test_a_flood_of_one_tenant_takes_one_connection_and_the_others_are_answered(dsn):
+    flood, others = 400, 8
+
+    async def main():
+        reader = HealthReader(dsn, patience=10.0)
+        opened = []
+        connect = AsyncConnection.connect
+
+        async def count(**options):
+            opened.append(await connect(**options))
+            return opened[-1]
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(AsyncConnection, "connect", count)
+            questions = [asyncio.create_task(reader.read("acme")) for _ in range(flood)]
+            await asyncio.sleep(0)
+            questions += [asyncio.create_task(reader.read(f"tenant-{number}")) for number in range(others)]
+            answers = await asyncio.gather(*questions)
+        await reader.close()
+        return answers, len(opened)
+
+    answers, opened = asyncio.run(main())
+    assert [answer.tenant_id for answer in answers] == ["acme"] * flood + [f"tenant-{n}" for n in range(others)]
+    # One read for the tenant that floods: of 4 connections 3 are left to the others.
+    assert len({id(answer) for answer in answers}) == 1 + others
+    assert opened <= 4
+
+
+def test_a_caller_that_leaves_ends_nobody_elses_question(dsn):
+    async def main():
+        reader = HealthReader(dsn, patience=10.0)
+        first, second = (asyncio.create_task(reader.read("acme")) for _ in range(2))
+        await asyncio.sleep(0)
+        first.cancel()
+        answer = await second
+        await reader.close()
+        return answer
+
+    assert asyncio.run(main()).tenant_id == "acme"
+
+
 # -- by machine ---------------------------------------------------------------------------------------------------
 
 
@@ -455,6 +506,38 @@ def test_schemathesis_finds_no_failure(dsn, mode):
     check()
     assert max(seen) < 500
     assert mode is GenerationMode.NEGATIVE or set(seen) == {200}
+
+
+BAD_TOKENS = {
+    "missing": dict,
+    "empty": lambda: {"Authorization": ""},
+    "basic": lambda: {"Authorization": f"Basic {token()}"},
+    "unsigned": lambda: {"Authorization": f"Bearer {unsigned('none')}"},
+    "tampered": lambda: {"Authorization": f"Bearer {tampered()}"},
+    "expired": lambda: {"Authorization": f"Bearer {token(lasts=-60)}"},
+    "foreign": lambda: {"Authorization": f"Bearer {token(key=OTHER)}"},
+    "two": lambda: {"Authorization": f"Bearer {token()} {token()}"},
+}
+
+
+@pytest.mark.spec("SEC-27")
+@pytest.mark.parametrize("mode", list(GenerationMode))
+def test_schemathesis_with_a_bad_token_gets_401_and_nothing_else(dsn, mode):
+    schema = schemathesis.openapi.from_asgi("/openapi.json", app(dsn, verifier=JwtVerifier(HMAC)))
+    (operation,) = [found.ok() for found in schema.get_all_operations()]
+    seen = Counter()
+
+    @given(case=operation.as_strategy(generation_mode=mode), bad=st.sampled_from(sorted(BAD_TOKENS)))
+    @settings(max_examples=settings().max_examples // 3, deadline=None, suppress_health_check=list(HealthCheck))
+    def check(case, bad):
+        # Whatever it would put there itself: the token of this test is the one that is sent.
+        case.headers.pop("Authorization", None)
+        answer = case.call(headers=BAD_TOKENS[bad]())
+        case.validate_response(answer, excluded_checks=[negative_data_rejection, positive_data_acceptance])
+        seen[answer.status_code] += 1
+
+    check()
+    assert set(seen) == {401}
 
 
 @pytest.mark.spec("PRV-14")

@@ -198,6 +198,8 @@ def _refusal(status: int, correlation_id: str | None = None) -> JSONResponse:
     headers = {"Cache-Control": "no-store"}
     if status == 401:  # noqa: PLR2004 - the one that has to say how
         headers["WWW-Authenticate"] = 'Bearer realm="provider-health"'
+    if status == 503:  # noqa: PLR2004 - the one that is worth another try
+        headers["Retry-After"] = "1"
     return JSONResponse(body, status, headers)
 
 

@@ -29,7 +29,7 @@ class ApiSettings(Policy):
     public_key: str | None = Field(default=None, description="The issuer's public key in PEM; not for HS….")
     previous_public_key: str | None = Field(default=None, description="The public key before this one.")
     issuer: str | None = Field(default=None, description="What iss must be; without it anything.")
-    audience: str | None = Field(default=None, description="What aud must name; without it anything.")
+    audience: str | None = Field(default=None, description="What aud must name; without it no token may have aud.")
     tenant_claim: str = Field(default="tenant_id", min_length=1, description="The claim that names the tenant.")
     leeway: float = Field(default=10.0, ge=0, le=60, description="Seconds by which clocks may differ.")
 

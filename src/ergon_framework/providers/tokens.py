@@ -53,7 +53,8 @@ class JwtVerifier:
                     token,
                     key,
                     algorithms=[settings.algorithm],
-                    options={"require": ["exp"], "verify_aud": settings.audience is not None},
+                    # Without a configured audience a token that names one is for another service (RFC 7519, 4.1.3).
+                    options={"require": ["exp"]},
                     audience=settings.audience,
                     issuer=settings.issuer,
                     leeway=settings.leeway,

@@ -23,6 +23,7 @@ class Unavailable(ConnectionLost):
 class HealthReader:
     """Reads with at most *most* connections at once, each answer within *patience* seconds.
 
+    Callers that ask for one tenant at the same time share one read, so that no tenant takes more than one connection.
     By hand and small instead of a pool with workers of its own: after an outage the very next question connects.
     It belongs to the event loop that it was first used in, and is closed there.
     """
@@ -32,17 +33,19 @@ class HealthReader:
         self._patience = patience
         self._room = asyncio.Semaphore(most)
         self._idle: list[AsyncConnection[Any]] = []
+        self._reads: dict[str, asyncio.Task[Summary]] = {}
+        #: Reads that run, those included that took too long and are being cancelled.
         self._asking: set[asyncio.Task[Summary]] = set()
 
     async def read(self, tenant_id: str) -> Summary:
         """The summary of *tenant_id*; Unavailable if it cannot be had in time."""
-        task = asyncio.create_task(self._read(tenant_id))
-        self._asking.add(task)
-        task.add_done_callback(self._answered)
+        task = self._reads.get(tenant_id) or self._begin(tenant_id)
         # Not awaited when it is late: to cancel a statement the driver has to ask the same server.
         await asyncio.wait({task}, timeout=self._patience)
         if not task.done():
             task.cancel()
+            self._forget(tenant_id, task)
+        if not task.done() or task.cancelled():
             raise Unavailable("the database did not answer in time")
         try:
             return task.result()
@@ -57,6 +60,18 @@ class HealthReader:
             await asyncio.wait(self._asking, timeout=self._patience)
         while self._idle:
             await self._idle.pop().close()
+
+    def _begin(self, tenant_id: str) -> asyncio.Task[Summary]:
+        task = self._reads[tenant_id] = asyncio.create_task(self._read(tenant_id))
+        self._asking.add(task)
+        task.add_done_callback(self._answered)
+        task.add_done_callback(lambda ended: self._forget(tenant_id, ended))
+        return task
+
+    def _forget(self, tenant_id: str, task: asyncio.Task[Summary]) -> None:
+        """Let the next caller begin a read of its own."""
+        if self._reads.get(tenant_id) is task:
+            del self._reads[tenant_id]
 
     def _answered(self, task: asyncio.Task[Summary]) -> None:
         self._asking.discard(task)
