@@ -30,7 +30,7 @@ def database() -> Iterator[dict[str, ConnectionPool]]:
 @consumer(facts, lifespan=database)
 def book(fact: dict[str, Any], pool: ConnectionPool) -> None:
     named = fact["object"]
-    invoice = json.loads(b"".join(boundary.get_object(named["bucket"], named["key"])))
+    invoice = json.loads(b"".join(boundary.get_object(named["bucket"], named["key"], zone="shop")))
     with pool.connection() as connection:  # one database transaction: the mark and the entry, both or neither
         if booked.mark_on(connection):
             connection.execute(

@@ -30,11 +30,11 @@ class MemoryBoundaryCandidate(BoundaryCandidate):
 
     def lose(self, store, bucket, key):
         artifacts = self._stores[store]._artifacts
-        del artifacts._contents[artifacts._names[bucket, key][0].digest]
+        del artifacts._contents[artifacts._names["", bucket, key][0].digest]
         return True
 
     def damage(self, store, bucket, key):
         artifacts = self._stores[store]._artifacts
-        digest = artifacts._names[bucket, key][0].digest
+        digest = artifacts._names["", bucket, key][0].digest
         artifacts._contents[digest] = b"X" + artifacts._contents[digest][1:]
         return True

@@ -9,7 +9,7 @@ from dataclasses import replace
 from ergon_framework.facts.blob import to_pieces
 from ergon_framework.facts.boundary import BoundaryCapabilities
 from ergon_framework.facts.errors import ArtifactConflict, BufferFull, FactConflict, FactError, InvalidFactError
-from ergon_framework.facts.model import Buffer
+from ergon_framework.facts.model import Buffer, ObjectName
 from ergon_framework.facts.stores.memory import MemoryBoundary
 from ergon_framework.facts.stores.memory_artifacts import Artifacts, Upload
 
@@ -96,11 +96,15 @@ class TrustsReferences(MemoryBoundary):
     """Nobody looks whether an artifact is there that a fact names."""
 
     def _store(self, log, stored, buffer):
-        check, self._artifacts.check = self._artifacts.check, lambda reference: None
+        check, self._artifacts.check = self._artifacts.check, _named
         try:
             return super()._store(log, stored, buffer)
         finally:
             self._artifacts.check = check
+
+
+def _named(reference, owners):
+    return ObjectName([*owners][-1], reference.bucket, reference.key)
 
 
 class ComparesNoSize(MemoryBoundary):
@@ -112,22 +116,24 @@ class ComparesNoSize(MemoryBoundary):
 
 
 class _Careless(Artifacts):
-    def check(self, reference):
-        known = self._names.get((reference.bucket, reference.key))
-        if known is not None and known[0].digest in self._contents:
-            reference = replace(reference, digest=known[0].digest, size=known[0].size)
-        super().check(reference)
+    def check(self, reference, owners):
+        owners = tuple(owners)
+        known = [self._names.get((zone, reference.bucket, reference.key)) for zone in owners]
+        for stored, _ in filter(None, known):
+            if stored.digest in self._contents:
+                reference = replace(reference, digest=stored.digest, size=stored.size)
+        return super().check(reference, owners)
 
 
 class ReplacesArtifacts(MemoryBoundary):
     """Other bytes under the same name take the place of the first."""
 
-    def _kept(self, bucket, key, upload, expected=None):
+    def _kept(self, name, upload, expected=None):
         with self._lock:
-            known = self._artifacts._names.get((bucket, key))
+            known = self._artifacts._names.get(name)
             if known is not None and known[0] != upload.stored and expected is None:
-                del self._artifacts._names[bucket, key]
-        return super()._kept(bucket, key, upload, expected)
+                del self._artifacts._names[name]
+        return super()._kept(name, upload, expected)
 
 
 class KeepsHalves(MemoryBoundary):
@@ -142,7 +148,7 @@ class KeepsHalves(MemoryBoundary):
                     yield piece
             except FactError:
                 with contextlib.suppress(FactError):
-                    self._kept(bucket, key, upload)
+                    self._kept(ObjectName.check(bucket, key), upload)
                 raise
 
         return super().put_object(bucket, key, watched(), **how)
@@ -170,7 +176,7 @@ class ReadsWithoutLooking(MemoryBoundary):
 
 
 class _Blind(Artifacts):
-    def _pieces(self, bucket, key, content, digest, begin):
+    def _pieces(self, name, content, digest, begin):
         for start in range(begin, len(content), 256 * 1024):
             yield content[start : start + 256 * 1024]
 
@@ -184,10 +190,10 @@ class BlamesNobody(MemoryBoundary):
 
 
 class _Mute(Artifacts):
-    def _missing(self, bucket, key, what):
+    def _missing(self, name, what):
         named, self._named_by = self._named_by, {}
         try:
-            return super()._missing(bucket, key, what)
+            return super()._missing(name, what)
         finally:
             self._named_by = named
 
@@ -403,20 +409,21 @@ class ReadsAtOnce(MemoryBoundary):
 class StoresOnce(MemoryBoundary):
     """A name that is taken is a conflict, whatever the bytes."""
 
-    def _kept(self, bucket, key, upload, expected=None):
-        if (bucket, key) in self._artifacts._names:
-            raise ArtifactConflict(f"{bucket}/{key} is stored")
-        return super()._kept(bucket, key, upload, expected)
+    def _kept(self, name, upload, expected=None):
+        if name in self._artifacts._names:
+            raise ArtifactConflict(f"{name} is stored")
+        return super()._kept(name, upload, expected)
 
 
 class TrustsNames(MemoryBoundary):
     """A name may lead anywhere."""
 
-    def put_object(self, bucket, key, blob, *, expected=None, begin=0):
-        with self._receiving(bucket, key, expected, begin) as upload:
+    def put_object(self, bucket, key, blob, *, expected=None, begin=0, zone=""):
+        name = ObjectName(zone, bucket, key)
+        with self._receiving(name, expected, begin) as upload:
             for piece in to_pieces(blob):
                 upload.add(piece)
-            return self._kept(bucket, key, upload, expected)
+            return self._kept(name, upload, expected)
 
 
 class TakesNoBytes(MemoryBoundary):
@@ -429,30 +436,30 @@ class TakesNoBytes(MemoryBoundary):
 class ExpectsNothing(MemoryBoundary):
     """Nobody looks whether an upload is what it was said to be."""
 
-    def _kept(self, bucket, key, upload, expected=None):
-        return super()._kept(bucket, key, upload)
+    def _kept(self, name, upload, expected=None):
+        return super()._kept(name, upload)
 
 
 class ForgetsUploads(MemoryBoundary):
     """What broke off has to be sent again, all of it."""
 
-    def received(self, bucket, key, expected):
+    def received(self, bucket, key, expected, *, zone=""):
         return 0
 
 
 class MixesUploads(MemoryBoundary):
     """What came under a name counts, whatever it was to be."""
 
-    def received(self, bucket, key, expected):
-        here = [len(kept[0]) for place, kept in self._artifacts._partial.items() if place[:2] == (bucket, key)]
-        return max(here, default=super().received(bucket, key, expected))
+    def received(self, bucket, key, expected, *, zone=""):
+        here = [len(kept[0]) for (name, _), kept in self._artifacts._partial.items() if name == (zone, bucket, key)]
+        return max(here, default=super().received(bucket, key, expected, zone=zone))
 
 
 class PromisesTooMuch(MemoryBoundary):
     """More is said to be here than came."""
 
-    def received(self, bucket, key, expected):
-        here = super().received(bucket, key, expected)
+    def received(self, bucket, key, expected, *, zone=""):
+        here = super().received(bucket, key, expected, zone=zone)
         return here and expected.size
 
 
@@ -465,9 +472,9 @@ class GoesOnAnywhere(MemoryBoundary):
 
 
 class _Filling(Artifacts):
-    def begin(self, bucket, key, expected, begin):
+    def begin(self, name, expected, begin):
         try:
-            return super().begin(bucket, key, expected, begin)
+            return super().begin(name, expected, begin)
         except InvalidFactError:
             return Upload(bytes(begin))
 
@@ -475,8 +482,8 @@ class _Filling(Artifacts):
 class ReadsFromTheStart(MemoryBoundary):
     """Wherever one begins, all of an artifact comes."""
 
-    def get_object(self, bucket, key, *, begin=0):
-        return super().get_object(bucket, key)
+    def get_object(self, bucket, key, *, begin=0, zone=""):
+        return super().get_object(bucket, key, zone=zone)
 
 
 class ForgetsWhen(MemoryBoundary):
@@ -514,3 +521,52 @@ class RemembersTheRetired(MemoryBoundary):
 
     def retire_reader(self, reader, pair, *, by=""):
         return (reader, pair) in self._readers
+
+
+class SharesNames(MemoryBoundary):
+    """All zones have one namespace."""
+
+    def put_object(self, bucket, key, blob, *, zone="", **how):
+        return super().put_object(bucket, key, blob, **how)
+
+    def received(self, bucket, key, expected, *, zone=""):
+        return super().received(bucket, key, expected)
+
+    def get_object(self, bucket, key, *, zone="", **how):
+        return super().get_object(bucket, key, **how)
+
+    def _store(self, log, stored, buffer):
+        check = self._artifacts.check
+        self._artifacts.check = lambda reference, owners: check(reference, ("",))
+        try:
+            return super()._store(log, stored, buffer)
+        finally:
+            self._artifacts.check = check
+
+
+class TrustsDigests(MemoryBoundary):
+    """A digest that is known counts as sent, whoever sent it."""
+
+    def received(self, bucket, key, expected, *, zone=""):
+        received = super().received
+        return max(received(bucket, key, expected, zone=each) for each in ("", "Enterprise"))
+
+
+class NamesAnything(MemoryBoundary):
+    """A fact may name an artifact of any zone."""
+
+    def _store(self, log, stored, buffer):
+        check = self._artifacts.check
+        self._artifacts.check = lambda reference, owners: check(reference, (*owners, "", "Enterprise"))
+        try:
+            return super()._store(log, stored, buffer)
+        finally:
+            self._artifacts.check = check
+
+
+class ReadsAnybodys(MemoryBoundary):
+    """Without a zone, an artifact of any zone is read."""
+
+    def get_object(self, bucket, key, *, zone="", **how):
+        names = [name for name in sorted(self._artifacts._names) if name[1:] == (bucket, key)]
+        return super().get_object(bucket, key, zone=zone or (names[0].zone if names else ""), **how)

@@ -28,6 +28,7 @@ FAILS = {
         "a_pair_has_one_buffer_in_a_store",
         "a_full_buffer_refuses_before_anything_is_lost",
         "a_fact_about_a_lost_artifact_is_refused",
+        "a_fact_of_this_zone_names_no_artifact_of_another",
     },
     broken.LeavesGaps: {
         "another_payload_is_a_conflict_of_its_own",
@@ -48,12 +49,15 @@ FAILS = {
         "an_artifact_is_there_before_its_fact",
         "a_reference_has_four_fields",
         "a_fact_about_a_lost_artifact_is_refused",
+        "a_fact_that_arrives_names_artifacts_of_its_zone_only",
+        "a_fact_of_this_zone_names_no_artifact_of_another",
     },
     broken.ComparesNoSize: {
         "an_artifact_is_there_before_its_fact",
     },
     broken.ReplacesArtifacts: {
         "other_bytes_under_the_same_name_are_a_conflict",
+        "two_zones_have_the_same_name_apart",
     },
     broken.KeepsHalves: {
         "an_upload_that_breaks_off_leaves_nothing",
@@ -62,6 +66,7 @@ FAILS = {
     },
     broken.RemovesArtifacts: {
         "retention_spares_what_a_retained_fact_names",
+        "retention_tells_owners_apart",
     },
     broken.ReadsWithoutLooking: {
         "damage_is_found_when_it_is_read",
@@ -76,6 +81,7 @@ FAILS = {
     },
     broken.DropsTheUnread: {
         "nothing_is_dropped_that_a_reader_has_not_confirmed",
+        "retention_tells_owners_apart",
     },
     broken.ConfirmsByFetching: {
         "a_moment_is_a_place_in_the_line",
@@ -189,6 +195,24 @@ FAILS = {
     broken.RemembersTheRetired: {
         "nothing_is_dropped_that_a_reader_has_not_confirmed",
         "a_retired_reader_is_forgotten",
+    },
+    broken.SharesNames: {
+        "two_zones_have_the_same_name_apart",
+        "bytes_of_one_zone_are_not_here_for_another",
+        "a_fact_that_arrives_names_artifacts_of_its_zone_only",
+        "a_fact_of_this_zone_names_no_artifact_of_another",
+        "retention_tells_owners_apart",
+    },
+    broken.TrustsDigests: {
+        "bytes_of_one_zone_are_not_here_for_another",
+    },
+    broken.NamesAnything: {
+        "a_fact_that_arrives_names_artifacts_of_its_zone_only",
+        "a_fact_of_this_zone_names_no_artifact_of_another",
+    },
+    broken.ReadsAnybodys: {
+        "bytes_of_one_zone_are_not_here_for_another",
+        "retention_tells_owners_apart",
     },
 }
 

@@ -45,6 +45,16 @@ class Examined(BoundaryClient):
     def forward_facts(self, facts):
         return host().call(self._name, "forward_facts", list(facts))
 
+    def put_object(self, bucket, key, blob, *, zone="", **how):
+        if zone in ("", *HOME):
+            return super().put_object(bucket, key, blob, zone=zone, **how)
+        return host().call(self._name, "put_object", bucket, key, list(blob), zone=zone, **how)
+
+    def received(self, bucket, key, expected, *, zone=""):
+        if zone in ("", *HOME):
+            return super().received(bucket, key, expected, zone=zone)
+        return host().call(self._name, "received", bucket, key, expected, zone=zone)
+
     def prune(self, before_unix_ms):
         return host().call(self._name, "prune", before_unix_ms)
 
@@ -56,6 +66,16 @@ class AsyncExamined(AsyncBoundaryClient):
 
     async def forward_facts_async(self, facts):
         return await asyncio.to_thread(host().call, self._name, "forward_facts", list(facts))
+
+    async def put_object_async(self, bucket, key, blob, *, zone="", **how):
+        if zone in ("", *HOME):
+            return await super().put_object_async(bucket, key, blob, zone=zone, **how)
+        return await asyncio.to_thread(host().call, self._name, "put_object", bucket, key, list(blob), zone=zone, **how)
+
+    async def received_async(self, bucket, key, expected, *, zone=""):
+        if zone in ("", *HOME):
+            return await super().received_async(bucket, key, expected, zone=zone)
+        return await asyncio.to_thread(host().call, self._name, "received", bucket, key, expected, zone=zone)
 
     async def prune_async(self, before_unix_ms):
         return await asyncio.to_thread(host().call, self._name, "prune", before_unix_ms)

@@ -148,8 +148,8 @@ class Short:
     def __getattr__(self, name):
         return getattr(self._store, name)
 
-    def get_object(self, bucket, key, *, begin=0):
-        sent = b"".join(self._store.get_object(bucket, key, begin=begin))
+    def get_object(self, bucket, key, *, begin=0, zone=""):
+        sent = b"".join(self._store.get_object(bucket, key, begin=begin, zone=zone))
         yield sent[: self._after]
         if len(sent) > self._after:
             raise ConnectionResetError("planned")

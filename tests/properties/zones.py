@@ -195,29 +195,29 @@ class Line(AsyncBoundary):
     async def survey_async(self):
         return await self._through("survey")
 
-    async def received_async(self, bucket, key, expected):
-        return await self._through("received", bucket, key, expected)
+    async def received_async(self, bucket, key, expected, *, zone=""):
+        return await self._through("received", bucket, key, expected, zone=zone)
 
     async def prune_async(self, before_unix_ms):
         return await self._through("prune", before_unix_ms)
 
-    async def put_object_async(self, bucket, key, blob, *, expected=None, begin=0):
+    async def put_object_async(self, bucket, key, blob, *, expected=None, begin=0, zone=""):
         nap, dice = self._world.simulation.sleep, self._world.dice
         before, after, *_ = MOODS[self.mood]
         if not self.alive:
             await nap(FOREVER)
         if dice.random() < before or self._world.down(self._zone):
             raise ConnectionLost("planned")
-        stored = await self.store.put_object_async(bucket, key, blob, expected=expected, begin=begin)
+        stored = await self.store.put_object_async(bucket, key, blob, expected=expected, begin=begin, zone=zone)
         if not self.alive:
             await nap(FOREVER)
         if dice.random() < after:
             raise ConnectionLost("planned, after the effect")
         return stored
 
-    async def get_object_async(self, bucket, key, *, begin=0):
+    async def get_object_async(self, bucket, key, *, begin=0, zone=""):
         nap, dice = self._world.simulation.sleep, self._world.dice
-        for piece in self.store.get_object(bucket, key, begin=begin):
+        for piece in self.store.get_object(bucket, key, begin=begin, zone=zone):
             for start in range(0, len(piece), PIECE):
                 before, _, hangs, _, delay = MOODS[self.mood]
                 await nap(delay * dice.random() / 4)
@@ -447,7 +447,7 @@ class World:
             if ledger[number][2] is None:
                 continue
             key, digest = ledger[number][2]
-            data = b"".join(store.get_object(f"of-{pair.from_zone}", key))
+            data = b"".join(store.get_object(f"of-{pair.from_zone}", key, zone=pair.from_zone))
             if f"sha256:{hashlib.sha256(data).hexdigest()}" != digest:
                 yield f"{pair}: the artifact of {number} is another"
 

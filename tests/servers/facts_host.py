@@ -154,11 +154,11 @@ class _Inside:
 
     async def lose(self, store, bucket, key):
         artifacts = self.stores[store]._artifacts
-        del artifacts._contents[artifacts._names[bucket, key][0].digest]
+        del artifacts._contents[artifacts._names["", bucket, key][0].digest]
 
     async def damage(self, store, bucket, key):
         artifacts = self.stores[store]._artifacts
-        digest = artifacts._names[bucket, key][0].digest
+        digest = artifacts._names["", bucket, key][0].digest
         artifacts._contents[digest] = b"X" + artifacts._contents[digest][1:]
 
 

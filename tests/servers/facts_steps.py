@@ -123,9 +123,9 @@ class _Store(PostgresBoundary):
     async def confirm_receipt_async(self, reader, pair, cursor):
         return await self._between("confirm", super().confirm_receipt_async(reader, pair, cursor))
 
-    async def get_object_async(self, bucket, key, *, begin=0):
+    async def get_object_async(self, bucket, key, *, begin=0, zone=""):
         self._gate("get-begin")
-        async for piece in super().get_object_async(bucket, key, begin=begin):
+        async for piece in super().get_object_async(bucket, key, begin=begin, zone=zone):
             yield piece
             self._gate("get-middle")
 

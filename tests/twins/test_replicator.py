@@ -81,25 +81,25 @@ class Line:
             raise ConnectionLost("planned")
         return value
 
-    def get_object(self, bucket, key, *, begin=0):
+    def get_object(self, bucket, key, *, begin=0, zone=""):
         at, how = self.breaks.pop(0) if self.breaks else (None, None)
-        yield from self._pieces(bucket, key, begin, at)
+        yield from self._pieces(bucket, key, begin, at, zone)
         if how == "hangs":
             self.sleep(HOUR)
         if how is not None:
             raise ConnectionLost("planned")
 
-    async def get_object_async(self, bucket, key, *, begin=0):
+    async def get_object_async(self, bucket, key, *, begin=0, zone=""):
         at, how = self.breaks.pop(0) if self.breaks else (None, None)
-        for piece in self._pieces(bucket, key, begin, at):
+        for piece in self._pieces(bucket, key, begin, at, zone):
             yield piece
         if how == "hangs":
             await asyncio.sleep(HOUR)
         if how is not None:
             raise ConnectionLost("planned")
 
-    def _pieces(self, bucket, key, begin, at):
-        data = b"".join(self._store.get_object(bucket, key, begin=begin))[:at]
+    def _pieces(self, bucket, key, begin, at, zone):
+        data = b"".join(self._store.get_object(bucket, key, begin=begin, zone=zone))[:at]
         self.sent += len(data)
         for start in range(0, len(data), 100):
             yield data[start : start + 100]
@@ -159,7 +159,8 @@ class Zones:
         for stored in here:
             if (artifact := stored.fact.artifact) is not None:
                 sent, got = (
-                    b"".join(store.get_object(artifact.bucket, artifact.key)) for store in (self.plant, self.hub)
+                    b"".join(store.get_object(artifact.bucket, artifact.key, zone=PAIR.from_zone))
+                    for store in (self.plant, self.hub)
                 )
                 assert sent == got
         facts = [[(stored.offset, stored.epoch, stored.digest) for stored in facts] for facts in (there, here)]

@@ -73,7 +73,7 @@ def _invoices(boundary: PostgresBoundary) -> dict[str, list[dict[str, Any]]]:
         for stored in facts:
             named = stored.fact.artifact
             assert named is not None, f"{stored.fact.subject} names no invoice"  # noqa: S101 - the judge's own
-            invoice = json.loads(b"".join(boundary.get_object(named.bucket, named.key)))
+            invoice = json.loads(b"".join(boundary.get_object(named.bucket, named.key, zone=PAIR.from_zone)))
             found[stored.fact.subject.removeprefix("order:")].append(invoice)
         after = facts[-1].cursor
     return found

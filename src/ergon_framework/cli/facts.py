@@ -16,7 +16,7 @@ from ergon_framework.cli.job import moment
 from ergon_framework.cli.options import Actor
 from ergon_framework.cli.provider import lasting
 from ergon_framework.cli.sizes import size
-from ergon_framework.facts.model import Pair, Side
+from ergon_framework.facts.model import ObjectName, Pair, Side
 from ergon_framework.facts.policy import RetentionPolicy
 
 facts = typer.Typer(
@@ -51,6 +51,9 @@ To = Annotated[str, typer.Option("--to", metavar="ZONE", help="The zone that the
 Reader = Annotated[str, typer.Option(help="The name whose durable cursor is used; whoever reads is registered.")]
 Bucket = Annotated[str, typer.Argument(metavar="BUCKET", help="The bucket of the artifact.")]
 Name = Annotated[str, typer.Argument(metavar="KEY", help="Its key in there.")]
+Owner = Annotated[
+    str, typer.Option("--zone", metavar="ZONE", help="The zone that owns it. Default: the zone of the service.")
+]
 FromOffset = Annotated[
     int | None, typer.Option(min=1, metavar="OFFSET", help="Read again from this offset on; the cursor stays.")
 ]
@@ -276,6 +279,7 @@ def put(
     tls_ca: Authorities,
     server_name: ServerName = None,
     timeout: Timeout = "10s",  # type: ignore[assignment]  # as above
+    zone: Owner = "",
     json: Json = False,
 ) -> None:
     """Store a file as an artifact, for ever, and print its digest and size; run again, it goes on where it broke off.
@@ -286,7 +290,7 @@ def put(
     Example: ergon facts put invoices 2026/17.pdf invoice.pdf
     """
     where = work.Where(server, tls_cert, tls_key, tls_ca, server_name, timeout)
-    raise typer.Exit(work.put(where, bucket, key, file, as_json=json))
+    raise typer.Exit(work.put(where, ObjectName(zone, bucket, key), file, as_json=json))
 
 
 @facts.command()
@@ -303,15 +307,18 @@ def cat(
     tls_ca: Authorities,
     server_name: ServerName = None,
     timeout: Timeout = "10s",  # type: ignore[assignment]  # as above
+    zone: Owner = "",
 ) -> None:
     """Print an artifact, or write it to a file, which is there only if all of it is right.
 
     Exit codes: 0 all of it came, and its digest is right, 1 it is not there, lost, or damaged, 2 wrong, 3 broken off.
 
+    An artifact that a fact of another zone names belongs to that zone: give --zone.
+
     Example: ergon facts cat invoices 2026/17.pdf -o invoice.pdf
     """
     where = work.Where(server, tls_cert, tls_key, tls_ca, server_name, timeout)
-    raise typer.Exit(work.written(where, bucket, key, output))
+    raise typer.Exit(work.written(where, ObjectName(zone, bucket, key), output))
 
 
 @facts.command()

@@ -22,7 +22,7 @@ from ergon_framework.cli import facts_view as view
 from ergon_framework.errors import ConfigurationError, ConnectionLost, ErgonError, text
 from ergon_framework.facts.blob import Blob
 from ergon_framework.facts.errors import FactError
-from ergon_framework.facts.model import Cursor, Envelope, Fact, Pair, Stored, StoredFact
+from ergon_framework.facts.model import Cursor, Envelope, Fact, ObjectName, Pair, Stored, StoredFact
 from ergon_framework.facts.service import libraries
 from ergon_framework.runner.exits import ExitCode
 
@@ -238,15 +238,15 @@ def _patiently(work: Callable[[], Any], stopped: threading.Event) -> Any:
 # -- artifacts ------------------------------------------------------------------------------------------
 
 
-def put(where: Where, bucket: str, key: str, file: Path, *, as_json: bool) -> FactsExit:
+def put(where: Where, name: ObjectName, file: Path, *, as_json: bool) -> FactsExit:
     """Store a file, going on where an earlier upload of the same bytes broke off."""
 
     def work(client: Any) -> FactsExit:
-        expected = _digested(file)
-        begin = client.received(bucket, key, expected)
+        expected, (zone, bucket, key) = _digested(file), name
+        begin = client.received(bucket, key, expected, zone=zone)
         with progress.shown("sent", expected.size) as moved:
             blob = Blob(lambda: _counted(file, begin, moved))
-            stored = client.put_object(bucket, key, blob, expected=expected, begin=begin)
+            stored = client.put_object(bucket, key, blob, expected=expected, begin=begin, zone=zone)
         if as_json:
             typer.echo(jsons.dumps({"bucket": bucket, "key": key, "digest": stored.digest, "size": stored.size}))
         else:
@@ -281,19 +281,20 @@ def _counted(file: Path, begin: int, moved: Callable[[int], None]) -> Iterator[b
             yield part
 
 
-def written(where: Where, bucket: str, key: str, output: Path | None) -> FactsExit:
+def written(where: Where, name: ObjectName, output: Path | None) -> FactsExit:
     """Print an artifact, or write it beside *output* and put it there once it is whole."""
 
     def work(client: Any) -> FactsExit:
+        pieces = client.get_object(name.bucket, name.key, zone=name.zone)
         with progress.shown("received", None) as moved:
             if output is None:
-                _copied(client.get_object(bucket, key), sys.stdout.buffer, moved)
+                _copied(pieces, sys.stdout.buffer, moved)
                 sys.stdout.buffer.flush()
                 return FactsExit.OK
             partial = output.with_name(f".{output.name}.part")
             try:
                 with partial.open("wb") as file:
-                    _copied(client.get_object(bucket, key), file, moved)
+                    _copied(pieces, file, moved)
                 partial.replace(output)
             except OSError as error:
                 raise ConfigurationError(f"{output} cannot be written: {error.strerror}") from error

@@ -81,8 +81,10 @@ class KnownObject(NamedTuple):
     """What a store knows of an artifact without reading it."""
 
     stored: Stored
-    #: The pairs of zones of the retained facts that name it: who may read one of these may read it.
+    #: The pairs of zones of the retained facts that name it.
     named_by: frozenset[Pair]
+    #: Its owner: the zone that stored it; empty for the zones of the store.
+    zone: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,7 +205,14 @@ class Boundary(_Described):
 
     @abstractmethod
     def put_object(
-        self, bucket: str, key: str, blob: BlobSource, *, expected: Stored | None = None, begin: int = 0
+        self,
+        bucket: str,
+        key: str,
+        blob: BlobSource,
+        *,
+        expected: Stored | None = None,
+        begin: int = 0,
+        zone: str = "",
     ) -> Stored:
         """Store *blob*, bytes or what yields them, for ever; returns when it is durable.
 
@@ -211,20 +220,27 @@ class Boundary(_Described):
         raises, nothing of it can be read. Bytes that are not *expected* are ArtifactMismatch, and nothing
         is kept of them. Whoever says what he expects can go on after a break: *blob* then yields the bytes
         from *begin* on, which is at most what ``received`` says.
+
+        The artifact belongs to the zones of this store, or to *zone* if one is given: a replicator names the zone that
+        its facts come from. Names of two owners never meet, and a fact names artifacts of its own zone only.
         """
 
-    def received(self, bucket: str, key: str, expected: Stored) -> int:  # noqa: ARG002 - one without a memory for it
-        """How many bytes of that upload are here and need not be sent again; all of them if it is stored."""
+    def received(self, bucket: str, key: str, expected: Stored, *, zone: str = "") -> int:  # noqa: ARG002 - one without a memory for it
+        """How many bytes of that upload are here and need not be sent again; all of them if it is stored.
+
+        Bytes that another owner has stored count for nothing.
+        """
         return 0
 
     @abstractmethod
-    def get_object(self, bucket: str, key: str, *, begin: int = 0) -> Iterator[bytes]:
+    def get_object(self, bucket: str, key: str, *, begin: int = 0, zone: str = "") -> Iterator[bytes]:
         """The artifact, piece by piece; damage is found by its digest at the end, and raised there.
 
-        With *begin* it comes from that byte on, and its digest is for the caller to check.
+        With *begin* it comes from that byte on, and its digest is for the caller to check. *zone* is the owner: for an
+        artifact that a fact names, the zone that the fact comes from. Without it, the store's own zones are meant.
         """
 
-    def known_object(self, bucket: str, key: str) -> KnownObject | None:  # noqa: ARG002 - one that cannot tell
+    def known_object(self, bucket: str, key: str, *, zone: str = "") -> KnownObject | None:  # noqa: ARG002 - one that cannot tell
         """By what that artifact is recognised and who names it; None if it is not here, or if the store cannot tell.
 
         A service asks it before it lets another zone read an artifact: to None nobody from outside is let.
@@ -295,15 +311,16 @@ class AsyncBoundary(_Described):
         *,
         expected: Stored | None = None,
         begin: int = 0,
+        zone: str = "",
     ) -> Stored: ...
 
-    async def received_async(self, bucket: str, key: str, expected: Stored) -> int:  # noqa: ARG002 - as above
+    async def received_async(self, bucket: str, key: str, expected: Stored, *, zone: str = "") -> int:  # noqa: ARG002 - as above
         return 0
 
     @abstractmethod
-    def get_object_async(self, bucket: str, key: str, *, begin: int = 0) -> AsyncIterator[bytes]: ...
+    def get_object_async(self, bucket: str, key: str, *, begin: int = 0, zone: str = "") -> AsyncIterator[bytes]: ...
 
-    async def known_object_async(self, bucket: str, key: str) -> KnownObject | None:  # noqa: ARG002 - as above
+    async def known_object_async(self, bucket: str, key: str, *, zone: str = "") -> KnownObject | None:  # noqa: ARG002 - as above
         return None
 
     async def artifact_bytes_async(self) -> int | None:

@@ -276,6 +276,28 @@ class Stored(NamedTuple):
     size: int
 
 
+class ObjectName(NamedTuple):
+    """The name of an artifact in one store: a bucket and a key of its owner.
+
+    The owner is the zone that stored it; the empty text means the zones that the store belongs to.
+    """
+
+    zone: str
+    bucket: str
+    key: str
+
+    @classmethod
+    def check(cls, bucket: str, key: str, zone: str = "") -> ObjectName:
+        """Return the name; InvalidFactError if an artifact cannot have it."""
+        if zone != "":
+            check_zone("zone", zone)
+        check_place(bucket, key)
+        return cls(zone, bucket, key)
+
+    def __str__(self) -> str:
+        return f"{self.bucket}/{self.key}" + (f" of zone {self.zone!r}" if self.zone else "")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArtifactReference:
     """The name of an artifact, and by what it is recognised."""

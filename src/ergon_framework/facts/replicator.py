@@ -130,7 +130,10 @@ class Replicator(_Replicator):
             end_of=destination.end_of,
             get_fact=destination.get_fact,
             forward_facts=destination.forward_facts,
-            artifacts=CopyMeans(destination.received, partial(_copy, source, destination)),
+            artifacts=CopyMeans(
+                partial(destination.received, zone=pair.from_zone),
+                partial(_copy, source, destination, zone=pair.from_zone),
+            ),
         )
 
     def run(self) -> None:
@@ -168,7 +171,10 @@ class AsyncReplicator(_Replicator):
             end_of=destination.end_of_async,
             get_fact=destination.get_fact_async,
             forward_facts=destination.forward_facts_async,
-            artifacts=CopyMeans(destination.received_async, partial(_copy_async, source, destination)),
+            artifacts=CopyMeans(
+                partial(destination.received_async, zone=pair.from_zone),
+                partial(_copy_async, source, destination, zone=pair.from_zone),
+            ),
         )
 
     async def run(self) -> None:
@@ -186,16 +192,17 @@ class AsyncReplicator(_Replicator):
 
 
 def _copy(
-    source: Boundary, destination: Boundary, reference: ArtifactReference, begin: int, progress: Progress
+    source: Boundary, destination: Boundary, reference: ArtifactReference, begin: int, progress: Progress, *, zone: str
 ) -> None:
     expected = Stored(reference.digest, reference.size)
     place = reference.bucket, reference.key
+    put = partial(destination.put_object, *place, expected=expected, begin=begin, zone=zone)
     try:
         if begin == reference.size:
-            destination.put_object(*place, (), expected=expected, begin=begin)
+            put(())
             return
-        with closing(progress.through(source.get_object(*place, begin=begin))) as pieces:
-            destination.put_object(*place, pieces, expected=expected, begin=begin)
+        with closing(progress.through(source.get_object(*place, begin=begin, zone=zone))) as pieces:
+            put(pieces)
     except Exception:
         # Whatever the destination has made of it: the reading has failed.
         if progress.unread is not None:
@@ -206,16 +213,23 @@ def _copy(
 
 
 async def _copy_async(
-    source: AsyncBoundary, destination: AsyncBoundary, reference: ArtifactReference, begin: int, progress: Progress
+    source: AsyncBoundary,
+    destination: AsyncBoundary,
+    reference: ArtifactReference,
+    begin: int,
+    progress: Progress,
+    *,
+    zone: str,
 ) -> None:
     expected = Stored(reference.digest, reference.size)
     place = reference.bucket, reference.key
+    put = partial(destination.put_object_async, *place, expected=expected, begin=begin, zone=zone)
     try:
         if begin == reference.size:
-            await destination.put_object_async(*place, (), expected=expected, begin=begin)
+            await put(())
             return
-        async with aclosing(_through(source.get_object_async(*place, begin=begin), progress)) as pieces:
-            await destination.put_object_async(*place, pieces, expected=expected, begin=begin)
+        async with aclosing(_through(source.get_object_async(*place, begin=begin, zone=zone), progress)) as pieces:
+            await put(pieces)
     except Exception:
         if progress.unread is not None:
             raise progress.unread  # noqa: B904 - as above

@@ -85,7 +85,7 @@ def _look(verdict: Verdict, mix: Mix, destination: Any, stored: StoredFact) -> N
     number = int(stored.envelope.message_id.rpartition("-")[2])
     made = hashlib.sha256()
     try:
-        for piece in destination.get_object(reference.bucket, reference.key):
+        for piece in destination.get_object(reference.bucket, reference.key, zone=stored.envelope.from_zone):
             made.update(piece)
     except FactError as error:
         verdict.wrong("an artifact is missing", f"{reference.bucket}/{reference.key}: {error}")

@@ -23,8 +23,8 @@ def zones():
     for number in range(MIX.facts):
         stored = MIX.expected(number)
         if stored is not None:
-            for store in (source, destination):
-                store.put_object(MIX.bucket, MIX.key(number), MIX.pieces(number), expected=stored)
+            for store, zone in ((source, ""), (destination, PAIR.from_zone)):
+                store.put_object(MIX.bucket, MIX.key(number), MIX.pieces(number), expected=stored, zone=zone)
         told.append((number, source.append_fact(MIX.envelope(number), MIX.fact(number, stored)).offset))
     for answer in destination.forward_facts(source.fetch_facts("x", PAIR, 100)):
         confirmed(answer)

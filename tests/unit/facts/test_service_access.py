@@ -98,19 +98,27 @@ def test_artifacts_are_put_by_the_zones_of_the_store(who, may):
 
 
 @pytest.mark.parametrize(
-    "who, named_by, may",
+    "who, owner, named_by, may",
     [
-        (PLANT, (), True),
-        (PEER, (OUT,), True),
-        (PEER, (IN,), True),
-        (PEER, (), False),
-        (PEER, None, False),
-        (PLANT_B, (OUT, IN), False),
-        (OPERATOR, (OUT,), False),
+        (PLANT, "", (), True),
+        (PEER, "", (OUT,), True),
+        # A fact of the peer gives the peer nothing that the zones of the store own.
+        (PEER, "", (IN,), False),
+        (PEER, "", (), False),
+        (PEER, "", None, False),
+        (PLANT_B, "", (OUT, IN), False),
+        (OPERATOR, "", (OUT,), False),
+        # An artifact of the peer, which a replicator has brought.
+        (PEER, IN.from_zone, (), True),
+        (PLANT, IN.from_zone, (IN,), True),
+        (PLANT, IN.from_zone, (), False),
+        (PLANT, IN.from_zone, (OUT,), False),
+        (PLANT_B, IN.from_zone, (IN,), False),
     ],
 )
-def test_artifacts_are_read_by_those_who_may_read_a_fact_that_names_them(who, named_by, may):
-    known = None if named_by is None else KnownObject(Stored("sha256:" + "0" * 64, 1), frozenset(named_by))
+@pytest.mark.spec("SEC-10")
+def test_artifacts_are_read_by_their_owner_and_by_zones_that_its_facts_are_for(who, owner, named_by, may):
+    known = None if named_by is None else KnownObject(Stored("sha256:" + "0" * 64, 1), frozenset(named_by), owner)
     assert allowed(ACCESS.get, who, "b", "k", known) is may
 
 

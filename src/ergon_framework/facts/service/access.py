@@ -5,7 +5,7 @@ The store belongs to its own zones, which append and put there. Every other zone
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from ergon_framework.facts.boundary import KnownObject, LogState
 from ergon_framework.facts.errors import AccessDenied, ArtifactUnknown
@@ -57,17 +57,42 @@ class Access:
                 f"sent takes a name that begins with {SENDER!r}"
             )
 
-    def put(self, who: Identity) -> None:
-        """Whether *who* may store artifacts."""
-        if not who.zones & self._own:
-            raise AccessDenied(f"artifacts are stored by {self._owners} only, and this is {who.name}")
+    def put(self, who: Identity, zone: str = "") -> str:
+        """Return the owner of what *who* stores as *zone*: empty if the zones of the store have it in common.
+
+        A store of one zone needs no owners. In one of several, each zone has names of its own.
+        """
+        mine = who.zones & self._own
+        if not mine or (zone and zone not in mine):
+            stored_by = repr(zone) if zone and zone not in who.zones else self._owners
+            raise AccessDenied(f"artifacts are stored here by {stored_by} only, and this is {who.name}")
+        if len(self._own) == 1:
+            return ""
+        return zone or (next(iter(mine)) if len(mine) == 1 else "")
+
+    def owners(self, who: Identity, zone: str = "") -> Sequence[str]:
+        """Return whose artifacts are looked through, in this order, when *who* asks for one of *zone*."""
+        if zone:
+            return (zone, "") if zone in self._own else (zone,)
+        if who.zones & self._own:
+            return (*sorted(who.zones & self._own), "")
+        # A caller that names no owner: the zones of the store are meant, or it reads back what it has sent.
+        return ("", *sorted(self._own), *sorted(who.zones))
 
     def get(self, who: Identity, bucket: str, key: str, known: KnownObject | None) -> None:
-        """Whether *who* may read an artifact. To a stranger it is not there, whether it is or not."""
-        if who.zones & self._own:
+        """Whether *who* may read an artifact: its owner, and each zone that a retained fact of the owner is for.
+
+        To any other caller it is not there, whether it is or not. What is not there is missing for its owners too.
+        """
+        owners = self._own if known is None or not known.zone else frozenset((known.zone,))
+        if who.zones & owners:
             return
-        if known is None or not any(touches(who, pair) for pair in known.named_by):
-            raise ArtifactUnknown(f"no retained fact from or for {who.name} names an artifact {bucket}/{key}")
+        named_by = frozenset[Pair]() if known is None else known.named_by
+        if not any(pair.from_zone in owners and pair.to_zone in who.zones for pair in named_by):
+            raise ArtifactUnknown(
+                f"no retained fact of its owner for {who.name} names an artifact {bucket}/{key}; give the zone that "
+                "the fact comes from"
+            )
 
     def operate(self, who: Identity) -> str:
         """The name of the operator; nobody else may."""

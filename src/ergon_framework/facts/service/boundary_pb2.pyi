@@ -338,16 +338,18 @@ class Stored(_message.Message):
     def __init__(self, digest: _Optional[str] = ..., size: _Optional[int] = ...) -> None: ...
 
 class PutObjectHeader(_message.Message):
-    __slots__ = ("bucket", "key", "expected", "begin")
+    __slots__ = ("bucket", "key", "expected", "begin", "zone")
     BUCKET_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_FIELD_NUMBER: _ClassVar[int]
     BEGIN_FIELD_NUMBER: _ClassVar[int]
+    ZONE_FIELD_NUMBER: _ClassVar[int]
     bucket: str
     key: str
     expected: Stored
     begin: int
-    def __init__(self, bucket: _Optional[str] = ..., key: _Optional[str] = ..., expected: _Optional[_Union[Stored, _Mapping]] = ..., begin: _Optional[int] = ...) -> None: ...
+    zone: str
+    def __init__(self, bucket: _Optional[str] = ..., key: _Optional[str] = ..., expected: _Optional[_Union[Stored, _Mapping]] = ..., begin: _Optional[int] = ..., zone: _Optional[str] = ...) -> None: ...
 
 class PutObjectEnd(_message.Message):
     __slots__ = ("size",)
@@ -374,14 +376,16 @@ class PutObjectAnswer(_message.Message):
     def __init__(self, stored: _Optional[_Union[Stored, _Mapping]] = ..., fault: _Optional[_Union[Fault, _Mapping]] = ...) -> None: ...
 
 class ReceivedRequest(_message.Message):
-    __slots__ = ("bucket", "key", "expected")
+    __slots__ = ("bucket", "key", "expected", "zone")
     BUCKET_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_FIELD_NUMBER: _ClassVar[int]
+    ZONE_FIELD_NUMBER: _ClassVar[int]
     bucket: str
     key: str
     expected: Stored
-    def __init__(self, bucket: _Optional[str] = ..., key: _Optional[str] = ..., expected: _Optional[_Union[Stored, _Mapping]] = ...) -> None: ...
+    zone: str
+    def __init__(self, bucket: _Optional[str] = ..., key: _Optional[str] = ..., expected: _Optional[_Union[Stored, _Mapping]] = ..., zone: _Optional[str] = ...) -> None: ...
 
 class ReceivedAnswer(_message.Message):
     __slots__ = ("size",)
@@ -390,14 +394,16 @@ class ReceivedAnswer(_message.Message):
     def __init__(self, size: _Optional[int] = ...) -> None: ...
 
 class GetObjectRequest(_message.Message):
-    __slots__ = ("bucket", "key", "begin")
+    __slots__ = ("bucket", "key", "begin", "zone")
     BUCKET_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     BEGIN_FIELD_NUMBER: _ClassVar[int]
+    ZONE_FIELD_NUMBER: _ClassVar[int]
     bucket: str
     key: str
     begin: int
-    def __init__(self, bucket: _Optional[str] = ..., key: _Optional[str] = ..., begin: _Optional[int] = ...) -> None: ...
+    zone: str
+    def __init__(self, bucket: _Optional[str] = ..., key: _Optional[str] = ..., begin: _Optional[int] = ..., zone: _Optional[str] = ...) -> None: ...
 
 class GetObjectHeader(_message.Message):
     __slots__ = ("stored",)

@@ -125,8 +125,8 @@ def survey() -> Asked[Sequence[LogState]]:
     )
 
 
-def received(bucket: str, key: str, expected: Stored) -> Asked[int]:
-    request = wire.ReceivedRequest(bucket=bucket, key=key, expected=messages.write_stored(expected))
+def received(bucket: str, key: str, expected: Stored, zone: str = "") -> Asked[int]:
+    request = wire.ReceivedRequest(bucket=bucket, key=key, expected=messages.write_stored(expected), zone=zone)
     return Asked("Received", request, wire.ReceivedAnswer, lambda answer: int(answer.size))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Self, TypeVar
 
 import grpc
@@ -111,16 +112,23 @@ class BoundaryClient(Boundary):
     # -- artifacts ------------------------------------------------------------------------------------
 
     def put_object(
-        self, bucket: str, key: str, blob: BlobSource, *, expected: Stored | None = None, begin: int = 0
+        self,
+        bucket: str,
+        key: str,
+        blob: BlobSource,
+        *,
+        expected: Stored | None = None,
+        begin: int = 0,
+        zone: str = "",
     ) -> Stored:
-        given = Upload(bucket, key, to_pieces(blob), expected, begin)
-        return upload(given, self._line, received=self.received)
+        given = Upload(bucket, key, to_pieces(blob), expected, begin, zone)
+        return upload(given, self._line, received=partial(self.received, zone=zone))
 
-    def received(self, bucket: str, key: str, expected: Stored) -> int:
-        return self._ask(calls.received(bucket, key, expected))
+    def received(self, bucket: str, key: str, expected: Stored, *, zone: str = "") -> int:
+        return self._ask(calls.received(bucket, key, expected, zone))
 
-    def get_object(self, bucket: str, key: str, *, begin: int = 0) -> Iterator[bytes]:
-        return download(Download(bucket, key, begin), self._line)
+    def get_object(self, bucket: str, key: str, *, begin: int = 0, zone: str = "") -> Iterator[bytes]:
+        return download(Download(bucket, key, begin, zone), self._line)
 
     # -- retention ------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
+from functools import partial
 from typing import Any, Self, TypeVar
 
 import grpc
@@ -129,16 +130,17 @@ class AsyncBoundaryClient(AsyncBoundary):
         *,
         expected: Stored | None = None,
         begin: int = 0,
+        zone: str = "",
     ) -> Stored:
         pieces = blob if isinstance(blob, AsyncIterable) else to_pieces(blob)
-        given = Upload(bucket, key, pieces, expected, begin)
-        return await upload(given, self._line, received=self.received_async)
+        given = Upload(bucket, key, pieces, expected, begin, zone)
+        return await upload(given, self._line, received=partial(self.received_async, zone=zone))
 
-    async def received_async(self, bucket: str, key: str, expected: Stored) -> int:
-        return await self._ask(calls.received(bucket, key, expected))
+    async def received_async(self, bucket: str, key: str, expected: Stored, *, zone: str = "") -> int:
+        return await self._ask(calls.received(bucket, key, expected, zone))
 
-    def get_object_async(self, bucket: str, key: str, *, begin: int = 0) -> AsyncIterator[bytes]:
-        return download(Download(bucket, key, begin), self._line)
+    def get_object_async(self, bucket: str, key: str, *, begin: int = 0, zone: str = "") -> AsyncIterator[bytes]:
+        return download(Download(bucket, key, begin, zone), self._line)
 
     # -- retention ------------------------------------------------------------------------------------
 

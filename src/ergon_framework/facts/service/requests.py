@@ -15,10 +15,10 @@ from ergon_framework.facts.errors import InvalidFactError
 from ergon_framework.facts.model import (
     SIZE,
     Cursor,
+    ObjectName,
     Pair,
     Stored,
     check_message_id,
-    check_place,
     check_reader,
     check_zone,
 )
@@ -51,6 +51,7 @@ class Put(NamedTuple):
     key: str
     expected: Stored | None
     begin: int
+    zone: str
 
 
 def parse(kind: type[M], data: bytes) -> M:
@@ -128,10 +129,10 @@ def retire_reader(data: bytes) -> tuple[str, Pair, str]:
     return request.reader, read_pair(request.pair), request.by
 
 
-def received(data: bytes) -> tuple[str, str, Stored]:
+def received(data: bytes) -> Put:
     request = parse(wire.ReceivedRequest, data)
-    check_place(request.bucket, request.key)
-    return request.bucket, request.key, read_stored(request.expected)
+    name = ObjectName.check(request.bucket, request.key, request.zone)
+    return Put(name.bucket, name.key, read_stored(request.expected), 0, name.zone)
 
 
 def put_part(data: bytes) -> Put | bytes | int:
@@ -140,14 +141,14 @@ def put_part(data: bytes) -> Put | bytes | int:
     part = request.WhichOneof("part")
     if part == "header":
         header = request.header
-        check_place(header.bucket, header.key)
+        name = ObjectName.check(header.bucket, header.key, header.zone)
         expected = read_stored(header.expected) if header.HasField("expected") else None
         if header.begin < 0 or header.begin > (0 if expected is None else expected.size):
             raise InvalidFactError(
                 f"an upload begins at a byte that is expected, not at {header.begin}; ask Received first, and say "
                 "what is expected"
             )
-        return Put(header.bucket, header.key, expected, header.begin)
+        return Put(name.bucket, name.key, expected, header.begin, name.zone)
     if part == "piece":
         piece: bytes = request.piece
         return piece
@@ -157,9 +158,9 @@ def put_part(data: bytes) -> Put | bytes | int:
     raise InvalidFactError("a message of an upload has a header, a piece or an end, and this one has none")
 
 
-def get_object(data: bytes) -> tuple[str, str, int]:
+def get_object(data: bytes) -> tuple[ObjectName, int]:
     request = parse(wire.GetObjectRequest, data)
-    check_place(request.bucket, request.key)
+    name = ObjectName.check(request.bucket, request.key, request.zone)
     if not 0 <= request.begin <= SIZE:
         raise InvalidFactError(f"begin is a byte of the artifact, not {request.begin}")
-    return request.bucket, request.key, request.begin
+    return name, request.begin

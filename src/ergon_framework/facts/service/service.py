@@ -12,8 +12,9 @@ import grpc
 from google.protobuf.message import Message
 
 from ergon_framework.errors import ConnectionLost
-from ergon_framework.facts.boundary import AsyncBoundary
-from ergon_framework.facts.errors import AccessDenied, FactError, InvalidFactError
+from ergon_framework.facts.boundary import AsyncBoundary, KnownObject
+from ergon_framework.facts.errors import AccessDenied, ArtifactUnknown, FactError, InvalidFactError
+from ergon_framework.facts.model import ObjectName
 from ergon_framework.facts.service import batches, faults, identity, messages, refusals, requests
 from ergon_framework.facts.service import boundary_pb2 as wire
 from ergon_framework.facts.service.access import Access
@@ -154,9 +155,10 @@ class BoundaryService:
         header = requests.put_part(await self._next(incoming))
         if not isinstance(header, requests.Put):
             raise InvalidFactError("an upload begins with a header that says where it goes")
+        owner = self._access.put(who, header.zone)
         async with aclosing(self._pieces(who, incoming)) as pieces:
             stored = await self._store.put_object_async(
-                header.bucket, header.key, pieces, expected=header.expected, begin=header.begin
+                header.bucket, header.key, pieces, expected=header.expected, begin=header.begin, zone=owner
             )
         return messages.write_stored(stored)
 
@@ -183,22 +185,41 @@ class BoundaryService:
             raise ConnectionLost("the upload broke off before its end; ask Received, and go on from there") from None
 
     async def _received(self, who: Identity, data: bytes) -> Message:
-        bucket, key, expected = requests.received(data)
-        self._access.put(who)
-        return wire.ReceivedAnswer(size=await self._store.received_async(bucket, key, expected))
+        asked = requests.received(data)
+        owner = self._access.put(who, asked.zone)
+        assert asked.expected is not None  # noqa: S101 - the request has been read
+        size = await self._store.received_async(asked.bucket, asked.key, asked.expected, zone=owner)
+        return wire.ReceivedAnswer(size=size)
 
     async def _get_object(self, who: Identity, data: bytes, context: Any) -> None:
-        bucket, key, begin = requests.get_object(data)
-        known = await self._store.known_object_async(bucket, key)
-        self._access.get(who, bucket, key, known)
+        name, begin = requests.get_object(data)
+        known = await self._known_object(who, name)
         header = wire.GetObjectHeader(stored=None if known is None else messages.write_stored(known.stored))
         await self._write(context, wire.GetObjectAnswer(header=header))
-        stream: Any = self._store.get_object_async(bucket, key, begin=begin)
+        owner = name.zone if known is None else known.zone
+        stream: Any = self._store.get_object_async(name.bucket, name.key, begin=begin, zone=owner)
         async with aclosing(stream):
             async for piece in stream:
                 for start in range(0, len(piece), PIECE):
                     self._admit(who)
                     await self._write(context, wire.GetObjectAnswer(piece=piece[start : start + PIECE]))
+
+    async def _known_object(self, who: Identity, name: ObjectName) -> KnownObject | None:
+        """Return the first artifact of that name that *who* may read; None if it is missing, and its own."""
+        refused: ArtifactUnknown | None = None
+        for owner in self._access.owners(who, name.zone):
+            known = await self._store.known_object_async(name.bucket, name.key, zone=owner)
+            if known is not None:
+                try:
+                    self._access.get(who, name.bucket, name.key, known)
+                except ArtifactUnknown as error:
+                    refused = error
+                else:
+                    return known
+        if refused is not None:
+            raise refused
+        self._access.get(who, name.bucket, name.key, None)
+        return None
 
     async def _write(self, context: Any, answer: Message) -> None:
         async with asyncio.timeout(self._patience):

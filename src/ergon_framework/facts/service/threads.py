@@ -88,11 +88,11 @@ class InThreads(AsyncBoundary):
     async def survey_async(self) -> Sequence[LogState]:
         return await self._run(self._store.survey)
 
-    async def received_async(self, bucket: str, key: str, expected: Stored) -> int:
-        return await self._run(self._store.received, bucket, key, expected)
+    async def received_async(self, bucket: str, key: str, expected: Stored, *, zone: str = "") -> int:
+        return await self._run(self._store.received, bucket, key, expected, zone=zone)
 
-    async def known_object_async(self, bucket: str, key: str) -> KnownObject | None:
-        return await self._run(self._store.known_object, bucket, key)
+    async def known_object_async(self, bucket: str, key: str, *, zone: str = "") -> KnownObject | None:
+        return await self._run(self._store.known_object, bucket, key, zone=zone)
 
     async def prune_async(self, before_unix_ms: int) -> Pruned:
         return await self._run(self._store.prune, before_unix_ms)
@@ -105,16 +105,18 @@ class InThreads(AsyncBoundary):
         *,
         expected: Stored | None = None,
         begin: int = 0,
+        zone: str = "",
     ) -> Stored:
         pieces = _Pulled(blob) if isinstance(blob, AsyncIterable) else blob
         try:
-            return await self._run(self._store.put_object, bucket, key, pieces, expected=expected, begin=begin)
+            put = partial(self._store.put_object, expected=expected, begin=begin, zone=zone)
+            return await self._run(put, bucket, key, pieces)
         finally:
             if isinstance(pieces, _Pulled):
                 pieces.leave()
 
-    async def get_object_async(self, bucket: str, key: str, *, begin: int = 0) -> AsyncIterator[bytes]:
-        pieces = self._store.get_object(bucket, key, begin=begin)
+    async def get_object_async(self, bucket: str, key: str, *, begin: int = 0, zone: str = "") -> AsyncIterator[bytes]:
+        pieces = self._store.get_object(bucket, key, begin=begin, zone=zone)
         while (piece := await self._run(next, pieces, None)) is not None:
             yield piece
 

@@ -45,6 +45,7 @@ class Upload:
     blob: Iterable[bytes] | AsyncIterable[bytes]
     expected: Stored | None
     begin: int
+    zone: str = ""
 
     @property
     def repeatable(self) -> bool:
@@ -55,7 +56,7 @@ class Upload:
 
     def header(self, begin: int) -> bytes:
         expected = None if self.expected is None else messages.write_stored(self.expected)
-        header = wire.PutObjectHeader(bucket=self.bucket, key=self.key, expected=expected, begin=begin)
+        header = wire.PutObjectHeader(bucket=self.bucket, key=self.key, expected=expected, begin=begin, zone=self.zone)
         return written(wire.PutObjectRequest(header=header))
 
 
@@ -99,9 +100,10 @@ def stored(data: bytes | None) -> Stored:
 class Download:
     """An artifact on its way in, from *begin* on."""
 
-    def __init__(self, bucket: str, key: str, begin: int) -> None:
+    def __init__(self, bucket: str, key: str, begin: int, zone: str = "") -> None:
         self._bucket = bucket
         self._key = key
+        self._zone = zone
         self._begin = begin
         self._got = 0
         self._hash = hashlib.sha256()
@@ -118,7 +120,7 @@ class Download:
         return self._stored is not None
 
     def request(self) -> bytes:
-        return written(wire.GetObjectRequest(bucket=self._bucket, key=self._key, begin=self.at))
+        return written(wire.GetObjectRequest(bucket=self._bucket, key=self._key, begin=self.at, zone=self._zone))
 
     def take(self, data: bytes) -> bytes | None:
         """The bytes of one message; None for the header."""

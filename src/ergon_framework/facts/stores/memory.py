@@ -38,11 +38,11 @@ from ergon_framework.facts.model import (
     Envelope,
     Fact,
     FactConfirmation,
+    ObjectName,
     Pair,
     Side,
     Stored,
     StoredFact,
-    check_place,
     digest_of,
 )
 from ergon_framework.facts.stores import refusals
@@ -214,11 +214,13 @@ class MemoryBoundary(Boundary, AsyncBoundary):
     def _store(self, log: _Log, stored: StoredFact, buffer: Buffer) -> FactConfirmation:
         envelope, reference = stored.envelope, stored.fact.artifact
         if reference is not None:
-            self._artifacts.check(reference)
+            # What the zones of this store have stored is no artifact of a zone whose facts arrive here.
+            shared = ("",) if buffer is self._side.store_buffer else ()
+            name = self._artifacts.check(reference, (envelope.from_zone, *shared))
         size = len(stored.fact.object_json)
         self._make_sure_of_room(facts=1, size=size)
         if reference is not None:
-            self._artifacts.name(reference, envelope)
+            self._artifacts.name(name, envelope)
         self._logs[envelope.pair] = log
         log.facts.append(stored)
         self._bytes += size
@@ -334,14 +336,21 @@ class MemoryBoundary(Boundary, AsyncBoundary):
     # -- artifacts ------------------------------------------------------------------------------------
 
     def put_object(
-        self, bucket: str, key: str, blob: BlobSource, *, expected: Stored | None = None, begin: int = 0
+        self,
+        bucket: str,
+        key: str,
+        blob: BlobSource,
+        *,
+        expected: Stored | None = None,
+        begin: int = 0,
+        zone: str = "",
     ) -> Stored:
-        check_place(bucket, key)
+        name = ObjectName.check(bucket, key, zone)
         try:
-            with self._receiving(bucket, key, expected, begin) as upload:
+            with self._receiving(name, expected, begin) as upload:
                 for piece in to_pieces(blob):
                     upload.add(piece)
-                return self._kept(bucket, key, upload, expected)
+                return self._kept(name, upload, expected)
         except BaseException as error:
             observe.put_failed(self._side.store_buffer, error)
             raise
@@ -354,28 +363,29 @@ class MemoryBoundary(Boundary, AsyncBoundary):
         *,
         expected: Stored | None = None,
         begin: int = 0,
+        zone: str = "",
     ) -> Stored:
         if not isinstance(blob, AsyncIterable):
-            return self.put_object(bucket, key, blob, expected=expected, begin=begin)
-        check_place(bucket, key)
+            return self.put_object(bucket, key, blob, expected=expected, begin=begin, zone=zone)
+        name = ObjectName.check(bucket, key, zone)
         try:
-            with self._receiving(bucket, key, expected, begin) as upload:
+            with self._receiving(name, expected, begin) as upload:
                 async for piece in blob:
                     upload.add(piece)
-                return self._kept(bucket, key, upload, expected)
+                return self._kept(name, upload, expected)
         except BaseException as error:
             observe.put_failed(self._side.store_buffer, error)
             raise
 
-    def received(self, bucket: str, key: str, expected: Stored) -> int:
-        check_place(bucket, key)
+    def received(self, bucket: str, key: str, expected: Stored, *, zone: str = "") -> int:
+        name = ObjectName.check(bucket, key, zone)
         with self._lock:
-            return self._artifacts.received(bucket, key, expected)
+            return self._artifacts.received(name, expected)
 
     @contextmanager
-    def _receiving(self, bucket: str, key: str, expected: Stored | None, begin: int) -> Iterator[Upload]:
+    def _receiving(self, name: ObjectName, expected: Stored | None, begin: int) -> Iterator[Upload]:
         with self._lock:
-            upload = self._artifacts.begin(bucket, key, expected, begin)
+            upload = self._artifacts.begin(name, expected, begin)
         try:
             yield upload
         except ArtifactMismatch:
@@ -383,43 +393,45 @@ class MemoryBoundary(Boundary, AsyncBoundary):
         except BaseException:
             if expected is not None:
                 with self._lock:
-                    self._artifacts.interrupt(bucket, key, expected, upload, self._now())
+                    self._artifacts.interrupt(name, expected, upload, self._now())
             raise
 
-    def _kept(self, bucket: str, key: str, upload: Upload, expected: Stored | None = None) -> Stored:
+    def _kept(self, name: ObjectName, upload: Upload, expected: Stored | None = None) -> Stored:
         if expected is not None and upload.stored != expected:
-            raise refusals.mismatch(bucket, key, expected, upload.stored)
+            raise refusals.mismatch(name, expected, upload.stored)
         with self._lock:
-            first = self._artifacts.found(bucket, key, upload.stored)
+            first = self._artifacts.found(name, upload.stored)
             if first is None:
                 self._make_sure_of_room(facts=0, size=upload.size)
-                stored = self._artifacts.keep(bucket, key, upload, self._now())
+                stored = self._artifacts.keep(name, upload, self._now())
             else:
                 self._artifacts.mend(upload)
         observe.put(self._side.store_buffer, "stored" if first is None else "repeated")
         return stored if first is None else first
 
-    def get_object(self, bucket: str, key: str, *, begin: int = 0) -> Iterator[bytes]:
-        check_place(bucket, key)
+    def get_object(self, bucket: str, key: str, *, begin: int = 0, zone: str = "") -> Iterator[bytes]:
+        name = ObjectName.check(bucket, key, zone)
         try:
             with self._lock:
-                pieces = self._artifacts.read(bucket, key, begin)
+                pieces = self._artifacts.read(self._artifacts.locate(name), begin)
             yield from pieces
         except ArtifactLost as error:
             observe.lost(self._side.store_buffer, error)
             raise
 
-    async def get_object_async(self, bucket: str, key: str, *, begin: int = 0) -> AsyncIterator[bytes]:
-        for piece in self.get_object(bucket, key, begin=begin):
+    async def get_object_async(self, bucket: str, key: str, *, begin: int = 0, zone: str = "") -> AsyncIterator[bytes]:
+        for piece in self.get_object(bucket, key, begin=begin, zone=zone):
             yield piece
 
-    def known_object(self, bucket: str, key: str) -> KnownObject | None:
-        check_place(bucket, key)
+    def known_object(self, bucket: str, key: str, *, zone: str = "") -> KnownObject | None:
+        name = ObjectName.check(bucket, key, zone)
         with self._lock:
-            stored = self._artifacts.known(bucket, key)
+            name = self._artifacts.locate(name)
+            stored = self._artifacts.known(name)
             if stored is None:
                 return None
-            return KnownObject(stored, frozenset(self._ids[by][1] for by in self._artifacts.namers(bucket, key)))
+            namers = frozenset(self._ids[by][1] for by in self._artifacts.namers(name))
+            return KnownObject(stored, namers, name.zone)
 
     def artifact_bytes(self) -> int | None:
         with self._lock:
@@ -442,7 +454,7 @@ class MemoryBoundary(Boundary, AsyncBoundary):
             stored = log.facts[count]
             self._bytes -= len(stored.fact.object_json)
             if stored.fact.artifact is not None:
-                self._artifacts.unname(stored.fact.artifact, stored.envelope)
+                self._artifacts.unname(stored.envelope)
             count += 1
         del log.facts[:count]
         log.dropped += count
@@ -497,11 +509,11 @@ class MemoryBoundary(Boundary, AsyncBoundary):
     async def survey_async(self) -> Sequence[LogState]:
         return self.survey()
 
-    async def received_async(self, bucket: str, key: str, expected: Stored) -> int:
-        return self.received(bucket, key, expected)
+    async def received_async(self, bucket: str, key: str, expected: Stored, *, zone: str = "") -> int:
+        return self.received(bucket, key, expected, zone=zone)
 
-    async def known_object_async(self, bucket: str, key: str) -> KnownObject | None:
-        return self.known_object(bucket, key)
+    async def known_object_async(self, bucket: str, key: str, *, zone: str = "") -> KnownObject | None:
+        return self.known_object(bucket, key, zone=zone)
 
     async def artifact_bytes_async(self) -> int | None:
         return self.artifact_bytes()

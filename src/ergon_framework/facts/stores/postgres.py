@@ -30,7 +30,17 @@ from ergon_framework.facts.boundary import (
     confirmed,
 )
 from ergon_framework.facts.contents import Contents
-from ergon_framework.facts.model import Cursor, Envelope, Fact, FactConfirmation, Pair, Side, Stored, StoredFact
+from ergon_framework.facts.model import (
+    Cursor,
+    Envelope,
+    Fact,
+    FactConfirmation,
+    ObjectName,
+    Pair,
+    Side,
+    Stored,
+    StoredFact,
+)
 from ergon_framework.facts.stores import postgres_reading as reading
 from ergon_framework.facts.stores import postgres_retention as retention
 from ergon_framework.facts.stores import postgres_statements as statements
@@ -384,9 +394,16 @@ class PostgresBoundary(Boundary, AsyncBoundary):
         return self._objects
 
     def put_object(
-        self, bucket: str, key: str, blob: BlobSource, *, expected: Stored | None = None, begin: int = 0
+        self,
+        bucket: str,
+        key: str,
+        blob: BlobSource,
+        *,
+        expected: Stored | None = None,
+        begin: int = 0,
+        zone: str = "",
     ) -> Stored:
-        return self._kept().put(bucket, key, to_pieces(blob), expected, begin)
+        return self._kept().put(ObjectName.check(bucket, key, zone), to_pieces(blob), expected, begin)
 
     async def put_object_async(
         self,
@@ -396,31 +413,33 @@ class PostgresBoundary(Boundary, AsyncBoundary):
         *,
         expected: Stored | None = None,
         begin: int = 0,
+        zone: str = "",
     ) -> Stored:
-        objects = self._kept()
+        objects, name = self._kept(), ObjectName.check(bucket, key, zone)
         if isinstance(blob, AsyncIterable):
-            return await put_async(objects, bucket, key, blob, expected=expected, begin=begin)
-        return await asyncio.to_thread(objects.put, bucket, key, to_pieces(blob), expected, begin)
+            return await put_async(objects, name, blob, expected=expected, begin=begin)
+        return await asyncio.to_thread(objects.put, name, to_pieces(blob), expected, begin)
 
-    def received(self, bucket: str, key: str, expected: Stored) -> int:
-        return self._kept().received(bucket, key, expected)
+    def received(self, bucket: str, key: str, expected: Stored, *, zone: str = "") -> int:
+        return self._kept().received(ObjectName.check(bucket, key, zone), expected)
 
-    async def received_async(self, bucket: str, key: str, expected: Stored) -> int:
-        return await asyncio.to_thread(self.received, bucket, key, expected)
+    async def received_async(self, bucket: str, key: str, expected: Stored, *, zone: str = "") -> int:
+        return await asyncio.to_thread(self.received, bucket, key, expected, zone=zone)
 
-    def get_object(self, bucket: str, key: str, *, begin: int = 0) -> Iterator[bytes]:
-        return self._kept().read(bucket, key, begin)
+    def get_object(self, bucket: str, key: str, *, begin: int = 0, zone: str = "") -> Iterator[bytes]:
+        return self._kept().read(ObjectName.check(bucket, key, zone), begin)
 
-    async def get_object_async(self, bucket: str, key: str, *, begin: int = 0) -> AsyncIterator[bytes]:
-        pieces = self.get_object(bucket, key, begin=begin)
+    async def get_object_async(self, bucket: str, key: str, *, begin: int = 0, zone: str = "") -> AsyncIterator[bytes]:
+        pieces = self.get_object(bucket, key, begin=begin, zone=zone)
         while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
             yield piece
 
-    def known_object(self, bucket: str, key: str) -> KnownObject | None:
-        return None if self._objects is None else self._objects.known(bucket, key)
+    def known_object(self, bucket: str, key: str, *, zone: str = "") -> KnownObject | None:
+        name = ObjectName.check(bucket, key, zone)
+        return None if self._objects is None else self._objects.known(name)
 
-    async def known_object_async(self, bucket: str, key: str) -> KnownObject | None:
-        return await asyncio.to_thread(self.known_object, bucket, key)
+    async def known_object_async(self, bucket: str, key: str, *, zone: str = "") -> KnownObject | None:
+        return await asyncio.to_thread(self.known_object, bucket, key, zone=zone)
 
     def artifact_bytes(self) -> int | None:
         return self._run(_artifact_bytes)

@@ -136,6 +136,7 @@ def _columns(place: int, item: Item) -> dict[str, Any]:
         # Nothing has an empty digest: what is not here is refused, unless the fact is known.
         content = "" if item.is_lacking else hexadecimal(reference.digest)
         columns.update(bucket=reference.bucket, key=reference.key, content=content, length=reference.size)
+        columns["zone"] = envelope.from_zone
     stored = item.origin
     if stored is not None:
         columns.update(at=stored.offset, epoch=stored.epoch, stored=stored.stored_at_unix_ms)

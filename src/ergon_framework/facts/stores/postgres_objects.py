@@ -12,13 +12,13 @@ from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Iterat
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from ergon_framework.facts import observe
 from ergon_framework.facts.boundary import KnownObject
 from ergon_framework.facts.contents import Contents, Receiving
 from ergon_framework.facts.errors import ArtifactLost, InvalidFactError
-from ergon_framework.facts.model import Pair, Side, Stored, check_place
+from ergon_framework.facts.model import ObjectName, Pair, Side, Stored
 from ergon_framework.facts.stores import postgres_statements as statements
 from ergon_framework.facts.stores import refusals
 from ergon_framework.facts.stores.postgres_batch import hexadecimal
@@ -34,9 +34,8 @@ ASKING: Final = 30.0
 class Upload:
     """One artifact as it comes in; the digest is made here only if nobody has said what it will be."""
 
-    def __init__(self, bucket: str, key: str, receiving: Receiving, expected: Stored | None) -> None:
-        self.bucket = bucket
-        self.key = key
+    def __init__(self, name: ObjectName, receiving: Receiving, expected: Stored | None) -> None:
+        self.name = name
         self.receiving = receiving
         self.expected = expected
         self._hash = hashlib.sha256() if expected is None else None
@@ -79,9 +78,9 @@ class Objects:
 
     # -- taking in ------------------------------------------------------------------------------------
 
-    def put(self, bucket: str, key: str, blob: Iterable[bytes], expected: Stored | None, begin: int) -> Stored:
+    def put(self, name: ObjectName, blob: Iterable[bytes], expected: Stored | None, begin: int) -> Stored:
         """Store what *blob* yields."""
-        with self.receiving(bucket, key, expected, begin) as upload:
+        with self.receiving(name, expected, begin) as upload:
             if isinstance(upload, Stored):
                 return upload
             for piece in blob:
@@ -89,29 +88,28 @@ class Objects:
             return self.keep(upload)
 
     @contextmanager
-    def receiving(self, bucket: str, key: str, expected: Stored | None, begin: int) -> Iterator[Upload | Stored]:
+    def receiving(self, name: ObjectName, expected: Stored | None, begin: int) -> Iterator[Upload | Stored]:
         """An upload that may be added to and kept, or what is stored if all of it is here."""
-        check_place(bucket, key)
         try:
-            name = None if expected is None else _upload(bucket, key, expected)
-            stored = self._stored(bucket, key, expected, begin) if begin else None
+            stored = self._stored(name, expected, begin) if begin else None
             if stored is not None:
                 observe.put(self._side.store_buffer, "repeated")
                 yield stored
                 return
-            with self._contents.receive(name, begin=begin) as receiving:
-                yield Upload(bucket, key, receiving, expected)
+            upload = None if expected is None else _upload(name, expected)
+            with self._contents.receive(upload, begin=begin) as receiving:
+                yield Upload(name, receiving, expected)
         except BaseException as error:
             observe.put_failed(self._side.store_buffer, error)
             raise
 
-    def _stored(self, bucket: str, key: str, expected: Stored | None, begin: int) -> Stored | None:
+    def _stored(self, name: ObjectName, expected: Stored | None, begin: int) -> Stored | None:
         """What is stored under that name already, for whoever goes on at *begin*; None if there is more to come."""
-        here = 0 if expected is None else self.received(bucket, key, expected)
+        here = 0 if expected is None else self.received(name, expected)
         if expected is None or not 0 < begin <= here:
-            raise refusals.too_far(bucket, key, begin, here)
+            raise refusals.too_far(name, begin, here)
         # Stored, and no longer an upload: there is nothing to go on with.
-        return expected if begin > self._contents.received(_upload(bucket, key, expected)) else None
+        return expected if begin > self._contents.received(_upload(name, expected)) else None
 
     def keep(self, upload: Upload) -> Stored:
         """Seal it and give it its name; returns when both are durable."""
@@ -123,33 +121,23 @@ class Objects:
     def _kept(self, store: Store, upload: Upload) -> Operation[tuple[Stored, bool]]:
         yield from store.opened()
         given = upload.stored
-        place = {"bucket": upload.bucket, "key": upload.key}
+        place = upload.name._asdict()
         content = {"digest": hexadecimal(given.digest), "size": given.size, "now": self._now()}
-        named = yield from self._found(place, given)
+        named = yield from _found(upload.name, given)
         yield from self._held(content)
         sealed = (yield Query(statements.IS_SEALED, content)) == [(True,)]
         # Before the bytes are put in order, which may take long; and once more when nobody can come in between.
         yield from self._room(statements.ROOM.replace(" for update", ""), given, exempt=named or sealed)
         made = upload.receiving.seal(upload.expected)
         if made != given:
-            raise refusals.mismatch(upload.bucket, upload.key, given, made)
+            raise refusals.mismatch(upload.name, given, made)
         yield from self._room(statements.ROOM, given, exempt=named or sealed)
         yield Query(statements.SEALED, content)
         first = bool((yield Query(statements.NAME, {**content, **place})))
         if not first:
-            yield from self._found(place, given)
+            yield from _found(upload.name, given)
         yield COMMIT
         return given, first
-
-    def _found(self, place: dict[str, str], given: Stored) -> Operation[bool]:
-        """Whether the name is given; to another content it is a conflict."""
-        rows = yield Query(statements.OBJECT, place)
-        if not rows:
-            return False
-        known = Stored(f"sha256:{rows[0][1]}", rows[0][2])
-        if known != given:
-            raise refusals.taken(place["bucket"], place["key"], known, given)
-        return True
 
     def _held(self, content: dict[str, object]) -> Operation[None]:
         """Begin a database transaction in which nobody removes the content, whose row is committed."""
@@ -169,57 +157,53 @@ class Objects:
         if used + given.size > self._max_bytes:
             raise refusals.full("bytes", int(used), self._max_bytes)
 
-    def received(self, bucket: str, key: str, expected: Stored) -> int:
+    def received(self, name: ObjectName, expected: Stored) -> int:
         """Bytes of an upload that are here."""
-        check_place(bucket, key)
-        known = self._asked(bucket, key)
-        if known is not None and known[1] == expected and self._contents.size_of(expected.digest) is not None:
+        known = self._asked(name, statements.OBJECT)
+        if known is not None and known.stored == expected and self._contents.size_of(expected.digest) is not None:
             return expected.size
-        return self._contents.received(_upload(bucket, key, expected))
+        return self._contents.received(_upload(name, expected))
 
     # -- giving out -----------------------------------------------------------------------------------
 
-    def read(self, bucket: str, key: str, begin: int) -> Iterator[bytes]:
+    def read(self, name: ObjectName, begin: int) -> Iterator[bytes]:
         """The artifact from *begin* on; damage is found at the end of one that is read from its beginning."""
-        check_place(bucket, key)
-        known = self._asked(bucket, key)
+        known = self._asked(name, statements.NAMED_OBJECT)
         if known is None:
-            raise refusals.missing(bucket, key, "is missing", None)
-        number, stored = known
+            raise refusals.missing(name, "is missing", None)
         made = hashlib.sha256()
-        for piece in self._pieces(bucket, key, number, stored, begin):
+        for piece in self._pieces(name, known, begin):
             made.update(piece)
             yield piece
-        if begin == 0 and f"sha256:{made.hexdigest()}" != stored.digest:
-            raise self._lost(bucket, key, number, "is damaged")
+        if begin == 0 and f"sha256:{made.hexdigest()}" != known.stored.digest:
+            raise self._lost(name, known, "is damaged")
 
-    def _pieces(self, bucket: str, key: str, number: int, stored: Stored, begin: int) -> Iterator[bytes]:
+    def _pieces(self, name: ObjectName, known: _Row, begin: int) -> Iterator[bytes]:
         try:
-            pieces = self._contents.read(stored.digest, begin=begin)
+            pieces = self._contents.read(known.stored.digest, begin=begin)
             piece = next(pieces, None)
             while piece is not None:
                 yield piece
                 piece = next(pieces, None)
         except KeyError:
-            raise self._lost(bucket, key, number, "is missing") from None
+            raise self._lost(name, known, "is missing") from None
 
-    def _lost(self, bucket: str, key: str, number: int, what: str) -> Exception:
+    def _lost(self, name: ObjectName, known: _Row, what: str) -> Exception:
         store = self._store()
-        by = store.lines.run(_named_by(number), within=ASKING)
-        error = refusals.missing(bucket, key, what, by)
+        by = store.lines.run(_named_by(known.id), within=ASKING)
+        error = refusals.missing(name, what, by)
         if isinstance(error, ArtifactLost):
             observe.lost(self._side.store_buffer, error)
         return error
 
-    def _asked(self, bucket: str, key: str) -> tuple[int, Stored] | None:
+    def _asked(self, name: ObjectName, statement: str) -> _Row | None:
         store = self._store()
-        return store.lines.run(_object(store, bucket, key), within=ASKING)
+        return store.lines.run(_object(store, name, statement), within=ASKING)
 
-    def known(self, bucket: str, key: str) -> KnownObject | None:
-        """By what it is recognised, and who names it."""
-        check_place(bucket, key)
+    def known(self, name: ObjectName) -> KnownObject | None:
+        """By what it is recognised, whose it is, and who names it."""
         store = self._store()
-        return store.lines.run(_known(store, bucket, key), within=ASKING)
+        return store.lines.run(_known(store, name), within=ASKING)
 
     # -- facts that name them -------------------------------------------------------------------------
 
@@ -229,12 +213,12 @@ class Objects:
 
 
 async def put_async(
-    objects: Objects, bucket: str, key: str, blob: AsyncIterable[bytes], *, expected: Stored | None, begin: int
+    objects: Objects, name: ObjectName, blob: AsyncIterable[bytes], *, expected: Stored | None, begin: int
 ) -> Stored:
     """Store what *blob* yields, in one thread: what was begun there ends there, in order, also if nobody waits."""
     thread = ThreadPoolExecutor(1, thread_name_prefix="ergon-facts-upload")
     run = partial(asyncio.get_running_loop().run_in_executor, thread)
-    receiving = objects.receiving(bucket, key, expected, begin)
+    receiving = objects.receiving(name, expected, begin)
     try:
         upload = await run(receiving.__enter__)
         try:
@@ -259,18 +243,41 @@ async def _filled(
     return stored
 
 
-def _object(store: Store, bucket: str, key: str) -> Operation[tuple[int, Stored] | None]:
+class _Row(NamedTuple):
+    """An artifact as the database has it."""
+
+    id: int
+    stored: Stored
+    zone: str
+
+
+def _object(store: Store, name: ObjectName, statement: str) -> Operation[_Row | None]:
     yield from store.opened()
-    rows = yield Query(statements.OBJECT, {"bucket": bucket, "key": key})
-    return (rows[0][0], Stored(f"sha256:{rows[0][1]}", rows[0][2])) if rows else None
+    return (yield from _row(name, statement))
 
 
-def _known(store: Store, bucket: str, key: str) -> Operation[KnownObject | None]:
-    found = yield from _object(store, bucket, key)
+def _row(name: ObjectName, statement: str) -> Operation[_Row | None]:
+    rows = yield Query(statement, name._asdict())
+    if not rows:
+        return None
+    number, digest, size, zone = rows[0]
+    return _Row(number, Stored(f"sha256:{digest}", size), zone)
+
+
+def _found(name: ObjectName, given: Stored) -> Operation[bool]:
+    """Whether the name is given; to another content it is a conflict."""
+    known = yield from _row(name, statements.OBJECT)
+    if known is not None and known.stored != given:
+        raise refusals.taken(name, known.stored, given)
+    return known is not None
+
+
+def _known(store: Store, name: ObjectName) -> Operation[KnownObject | None]:
+    found = yield from _object(store, name, statements.NAMED_OBJECT)
     if found is None:
         return None
-    rows = yield Query(statements.NAMERS, {"object": found[0]})
-    return KnownObject(found[1], frozenset(Pair(*row) for row in rows))
+    rows = yield Query(statements.NAMERS, {"object": found.id})
+    return KnownObject(found.stored, frozenset(Pair(*row) for row in rows), found.zone)
 
 
 def _named_by(number: int) -> Operation[tuple[str, str] | None]:
@@ -278,7 +285,8 @@ def _named_by(number: int) -> Operation[tuple[str, str] | None]:
     return (rows[0][0], rows[0][1]) if rows else None
 
 
-def _upload(bucket: str, key: str, expected: Stored) -> str:
+def _upload(name: ObjectName, expected: Stored) -> str:
     """The name of an upload that can be gone on with."""
-    told = "\n".join((bucket, key, expected.digest, str(expected.size)))
+    owner = (name.zone,) if name.zone else ()
+    told = "\n".join((*owner, name.bucket, name.key, expected.digest, str(expected.size)))
     return hashlib.sha256(told.encode()).hexdigest()

@@ -176,8 +176,21 @@ order by l.id, r.reader
 # -- artifacts ------------------------------------------------------------------------------------------
 
 OBJECT: Final = """
-select o.id, encode(o.digest, 'hex'), o.size from ergon.fact_objects o
-where o.bucket = %(bucket)s and o.key = %(key)s
+select o.id, encode(o.digest, 'hex'), o.size, o.zone from ergon.fact_objects o
+where o.bucket = %(bucket)s and o.key = %(key)s and o.zone = %(zone)s
+"""
+
+#: The same to be read: the zones of the store keep what their facts name without an owner, and so did every zone before
+#: revision 0013.
+NAMED_OBJECT: Final = """
+select o.id, encode(o.digest, 'hex'), o.size, o.zone from ergon.fact_objects o
+where o.bucket = %(bucket)s and o.key = %(key)s and (
+    o.zone = %(zone)s or o.zone = '' and exists (
+        select 1 from ergon.fact_object_uses u join ergon.fact_log l on l.id = u.log
+        where u.object = o.id and l.from_zone = %(zone)s
+    )
+)
+order by o.zone desc limit 1
 """
 
 #: Zone and id of one retained fact that names it.
@@ -215,8 +228,8 @@ with made as (
 update ergon.fact_room set content_bytes = content_bytes + (select size from made) where exists (select 1 from made)
 """
 NAME: Final = """
-insert into ergon.fact_objects (bucket, key, digest, size, stored_at)
-values (%(bucket)s, %(key)s, decode(%(digest)s, 'hex'), %(size)s, %(now)s)
+insert into ergon.fact_objects (zone, bucket, key, digest, size, stored_at)
+values (%(zone)s, %(bucket)s, %(key)s, decode(%(digest)s, 'hex'), %(size)s, %(now)s)
 on conflict do nothing returning id
 """
 

@@ -24,7 +24,7 @@ from ergon_framework.schema.operation import Operation, Query
 _log = logging.getLogger(__name__)
 
 #: The revision that brought the last of what is called here.
-_NEEDED: Final = "0005"
+_NEEDED: Final = "0013"
 #: How often a store may turn out to be another one in the middle of a call.
 TRIES: Final = 5
 

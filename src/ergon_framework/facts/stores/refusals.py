@@ -18,7 +18,15 @@ from ergon_framework.facts.errors import (
     OffsetGone,
     ReaderUnknown,
 )
-from ergon_framework.facts.model import ArtifactReference, Buffer, Envelope, FactConfirmation, Pair, Stored
+from ergon_framework.facts.model import (
+    ArtifactReference,
+    Buffer,
+    Envelope,
+    FactConfirmation,
+    ObjectName,
+    Pair,
+    Stored,
+)
 
 
 class MisplacedError(FactError, ConfigurationError):
@@ -108,8 +116,8 @@ def unknown_reader(reader: str, pair: Pair) -> ReaderUnknown:
 def not_stored(reference: ArtifactReference) -> ArtifactRefused:
     """A fact names what is not there."""
     return ArtifactRefused(
-        f"the fact names {reference.bucket}/{reference.key}, which is not stored; put the object, wait for its "
-        "confirmation, and append then"
+        f"the fact names {reference.bucket}/{reference.key}, which its zone has not stored; put the object, wait for "
+        "its confirmation, and append then"
     )
 
 
@@ -121,42 +129,43 @@ def another(reference: ArtifactReference, known: Stored) -> ArtifactRefused:
     )
 
 
-def taken(bucket: str, key: str, known: Stored, given: Stored) -> ArtifactConflict:
+def taken(name: ObjectName, known: Stored, given: Stored) -> ArtifactConflict:
     """Other bytes have that name."""
     return ArtifactConflict(
-        f"{bucket}/{key} is stored with digest {known.digest} and never changes, and this is {given.digest}; store a "
+        f"{name} is stored with digest {known.digest} and never changes, and this is {given.digest}; store a "
         "correction under another key, and append a fact that says so"
     )
 
 
-def mismatch(bucket: str, key: str, expected: Stored, found: Stored) -> ArtifactMismatch:
+def mismatch(name: ObjectName, expected: Stored, found: Stored) -> ArtifactMismatch:
     """An upload is not what it was said to be."""
     return ArtifactMismatch(
-        f"{bucket}/{key} was to be {expected.digest} with {expected.size} bytes, and {found.digest} with {found.size} "
+        f"{name} was to be {expected.digest} with {expected.size} bytes, and {found.digest} with {found.size} "
         "came: nothing of it is kept, send all of it again"
     )
 
 
-def too_far(bucket: str, key: str, begin: int, here: int) -> InvalidFactError:
+def too_far(name: ObjectName, begin: int, here: int) -> InvalidFactError:
     """An upload is to go on behind what is here."""
     return InvalidFactError(
-        f"the upload of {bucket}/{key} goes on at byte {begin}, and {here} bytes of it are here; ask received() first, "
+        f"the upload of {name} goes on at byte {begin}, and {here} bytes of it are here; ask received() first, "
         "and say what is expected"
     )
 
 
-def missing(bucket: str, key: str, what: str, by: tuple[str, str] | None) -> ArtifactLost | ArtifactUnknown:
+def missing(name: ObjectName, what: str, by: tuple[str, str] | None) -> ArtifactLost | ArtifactUnknown:
     """An artifact cannot be read; *by* is the zone and the id of a retained fact that names it, if there is one."""
     if by is None:
-        return ArtifactUnknown(f"the artifact {bucket}/{key} {what}, and no retained fact names it")
+        hint = "" if name.zone else "; one of another zone is read with zone=…, the zone that its fact comes from"
+        return ArtifactUnknown(f"the artifact {name} {what}, and no retained fact names it{hint}")
     from_zone, message_id = by
     return ArtifactLost(
-        f"the artifact {bucket}/{key} {what}, and the fact {message_id!r} of zone {from_zone!r} names it: a defect of "
+        f"the artifact {name} {what}, and the fact {message_id!r} of zone {from_zone!r} names it: a defect of "
         "its producer, who has to store it again",
         from_zone=from_zone,
         message_id=message_id,
-        bucket=bucket,
-        key=key,
+        bucket=name.bucket,
+        key=name.key,
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Final
 
-from ergon_framework.testing.conformance import appending, objects, reading
+from ergon_framework.testing.conformance import appending, objects, owners, reading
 from ergon_framework.testing.conformance.boundary_candidate import BoundaryCandidate
 from ergon_framework.testing.conformance.boundary_client import BoundaryClient, BoundarySitting
 from ergon_framework.testing.conformance.check import Check, Failed, Mark, NotApplicable, Result, expect, rule
@@ -37,7 +37,7 @@ __all__ = [
 
 #: Every check, in the order in which they are taken.
 CHECKS: Final[tuple[Check, ...]] = tuple(
-    value for part in (appending, reading, objects) for value in vars(part).values() if isinstance(value, Check)
+    value for part in (appending, reading, objects, owners) for value in vars(part).values() if isinstance(value, Check)
 )
 
 

@@ -145,20 +145,20 @@ class BoundaryClient:
         stored: Stored = await self._call("put_object", bucket, key, blob, **how)
         return stored
 
-    async def received(self, bucket: str, key: str, expected: Stored) -> int:
-        here: int = await self._call("received", bucket, key, expected)
+    async def received(self, bucket: str, key: str, expected: Stored, **how: Any) -> int:
+        here: int = await self._call("received", bucket, key, expected, **how)
         return here
 
-    async def pieces(self, bucket: str, key: str, *, begin: int = 0) -> list[bytes]:
+    async def pieces(self, bucket: str, key: str, **how: Any) -> list[bytes]:
         """The artifact as it is read, piece by piece."""
         async with asyncio.timeout(self._patience):
             if self._is_sync:
-                return await in_thread(lambda: list(self._flavour.get_object(bucket, key, begin=begin)))
-            stream: AsyncIterator[bytes] = self._flavour.get_object_async(bucket, key, begin=begin)
+                return await in_thread(lambda: list(self._flavour.get_object(bucket, key, **how)))
+            stream: AsyncIterator[bytes] = self._flavour.get_object_async(bucket, key, **how)
             return [piece async for piece in stream]
 
-    async def read(self, bucket: str, key: str, *, begin: int = 0) -> bytes:
-        return b"".join(await self.pieces(bucket, key, begin=begin))
+    async def read(self, bucket: str, key: str, **how: Any) -> bytes:
+        return b"".join(await self.pieces(bucket, key, **how))
 
     async def _call(self, name: str, *args: Any, **extra: Any) -> Any:
         try:

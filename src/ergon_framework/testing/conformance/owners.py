@@ -1,0 +1,99 @@
+"""Owners of artifacts: each zone has names of its own, and a fact gives access to artifacts of its own zone only."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ergon_framework.facts.errors import ArtifactConflict, ArtifactRefused, ArtifactUnknown
+from ergon_framework.facts.model import Pair, Side, StoredFact, digest_of
+from ergon_framework.testing.conformance.boundary_client import (
+    PAIR,
+    BoundarySitting,
+    about,
+    envelope,
+    named,
+    raised,
+    refused,
+)
+from ergon_framework.testing.conformance.check import expect, rule
+from ergon_framework.testing.conformance.contents_words import stored_of
+
+#: Facts of another zone, which a replicator forwards.
+ARRIVING: Final = Pair(PAIR.to_zone, PAIR.from_zone)
+PEER: Final = ARRIVING.from_zone
+
+
+def _arriving(key: str, content: bytes, *, offset: int = 1) -> StoredFact:
+    """A fact of the other zone that names an artifact."""
+    around, fact = envelope(f"p-{offset}", pair=ARRIVING), about(named(key, content))
+    return StoredFact(
+        envelope=around,
+        fact=fact,
+        digest=digest_of(around, fact),
+        offset=offset,
+        epoch="theirs",
+        stored_at_unix_ms=around.produced_at_unix_ms,
+    )
+
+
+@rule("SEC-10")
+async def two_zones_have_the_same_name_apart(sitting: BoundarySitting) -> None:
+    client = sitting.client()
+    await client.put("exam", "a", [b"theirs"], zone=PEER)
+    stored = await client.put("exam", "a", [b"our own"])
+    expect(stored == stored_of(b"our own"), "a name that another zone has is taken")
+    expect(await client.read("exam", "a") == b"our own", "an artifact of another zone is read under the store's name")
+    await raised(ArtifactConflict, client.put("exam", "a", [b"more"], zone=PEER), "other bytes of the other zone")
+    await client.forwarded(_arriving("a", b"theirs"))
+    expect(await client.read("exam", "a", zone=PEER) == b"theirs", "the artifact of the other zone is another")
+    expect(await client.read("exam", "a") == b"our own", "a fact of another zone has changed what is read")
+
+
+@rule("SEC-10")
+async def bytes_of_one_zone_are_not_here_for_another(sitting: BoundarySitting) -> None:
+    client = sitting.client()
+    secret = b"the payroll of November"
+    await client.put("exam", "payroll", [secret])
+    here = await client.received("exam", "payroll", stored_of(secret), zone=PEER)
+    expect(here == 0, f"a zone that knows a digest need not send {here} of the bytes")
+    await client.put("exam", "theirs", [b"from the other zone"], zone=PEER)
+    here = await client.received("exam", "theirs", stored_of(b"from the other zone"))
+    expect(here == 0, f"of an artifact of another zone {here} bytes need not be sent")
+    await raised(ArtifactUnknown, client.read("exam", "theirs"), "reading another zone's artifact without its zone")
+
+
+@rule("SEC-10", "FAC-14")
+async def a_fact_that_arrives_names_artifacts_of_its_zone_only(sitting: BoundarySitting) -> None:
+    client = sitting.client()
+    secret = b"the payroll of November"
+    await client.put("exam", "payroll", [secret])
+    (result,) = await client.forward(_arriving("payroll", secret))
+    refused(result, ArtifactRefused, "a fact that names an artifact of another zone")
+    await raised(ArtifactUnknown, client.read("exam", "payroll", zone=PEER), "reading what that zone has not stored")
+    await client.put("exam", "payroll", [secret], zone=PEER)
+    await client.forwarded(_arriving("payroll", secret))
+    expect(await client.read("exam", "payroll", zone=PEER) == secret, "what the zone has stored cannot be read")
+
+
+@rule("SEC-10", "FAC-14")
+async def a_fact_of_this_zone_names_no_artifact_of_another(sitting: BoundarySitting) -> None:
+    client = sitting.client()
+    await client.put("exam", "a", [b"theirs"], zone=PEER)
+    (result,) = await client.append_many((envelope(), about(named("a", b"theirs"))))
+    refused(result, ArtifactRefused, "a fact that names an artifact of another zone")
+    await client.put("exam", "a", [b"theirs"])
+    await client.append(envelope(), about(named("a", b"theirs")))
+    expect(await client.read("exam", "a", zone=PAIR.from_zone) == b"theirs", "an own artifact has another owner")
+
+
+@rule("SEC-10", "FAC-23")
+async def retention_tells_owners_apart(sitting: BoundarySitting) -> None:
+    client = sitting.client(side=Side.INNER)
+    content = b"the same bytes"
+    await client.put("exam", "a", [content])
+    await client.put("exam", "a", [content], zone=PEER)
+    await client.forwarded(_arriving("a", content))
+    pruned = await client.prune()
+    expect(pruned.artifacts == 1, f"{pruned.artifacts} artifacts were removed, and one of two is named by a fact")
+    await raised(ArtifactUnknown, client.read("exam", "a"), "reading what retention has removed")
+    expect(await client.read("exam", "a", zone=PEER) == content, "what a fact of its owner names is gone")
