@@ -229,8 +229,8 @@ class DropsTheUnread(MemoryBoundary):
 class ConfirmsByFetching(MemoryBoundary):
     """What was fetched counts as confirmed."""
 
-    def fetch_facts(self, reader, pair, limit, *, after=None):
-        found = super().fetch_facts(reader, pair, limit, after=after)
+    def fetch_facts(self, reader, pair, limit, *, after=None, **how):
+        found = super().fetch_facts(reader, pair, limit, after=after, **how)
         if found and after is None:
             self._readers[reader, pair] = found[-1].offset
         return found
@@ -378,11 +378,11 @@ class CleansUpAfterCorrections(MemoryBoundary):
 class ReadsForwardOnly(MemoryBoundary):
     """What a reader has confirmed cannot be read again."""
 
-    def fetch_facts(self, reader, pair, limit, *, after=None):
+    def fetch_facts(self, reader, pair, limit, *, after=None, **how):
         cursor = self.cursor_of(reader, pair)
         if after is not None and cursor is not None and cursor.epoch == after.epoch:
             after = max(after, cursor)
-        return super().fetch_facts(reader, pair, limit, after=after)
+        return super().fetch_facts(reader, pair, limit, after=after, **how)
 
 
 class IgnoresAge(MemoryBoundary):
@@ -570,3 +570,22 @@ class ReadsAnybodys(MemoryBoundary):
     def get_object(self, bucket, key, *, zone="", **how):
         names = [name for name in sorted(self._artifacts._names) if name[1:] == (bucket, key)]
         return super().get_object(bucket, key, zone=zone or (names[0].zone if names else ""), **how)
+
+
+class CountsNoReaders(MemoryBoundary):
+    """A zone registers as many readers as it likes."""
+
+    def _check_readers(self, reader, pair, most):
+        pass
+
+
+class CountsReadersOfAPair(MemoryBoundary):
+    """Readers are counted for each pair of zones, and there is no end of pairs."""
+
+    def _check_readers(self, reader, pair, most):
+        readers = self._readers
+        self._readers = {registered: at for registered, at in readers.items() if registered[1] == pair}
+        try:
+            super()._check_readers(reader, pair, most)
+        finally:
+            self._readers = readers

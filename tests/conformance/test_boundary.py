@@ -195,6 +195,7 @@ FAILS = {
     broken.RemembersTheRetired: {
         "nothing_is_dropped_that_a_reader_has_not_confirmed",
         "a_retired_reader_is_forgotten",
+        "a_zone_has_so_many_readers_and_no_more",
     },
     broken.SharesNames: {
         "two_zones_have_the_same_name_apart",
@@ -202,6 +203,13 @@ FAILS = {
         "a_fact_that_arrives_names_artifacts_of_its_zone_only",
         "a_fact_of_this_zone_names_no_artifact_of_another",
         "retention_tells_owners_apart",
+    },
+    broken.CountsNoReaders: {
+        "a_zone_has_so_many_readers_and_no_more",
+        "readers_that_come_at_once_are_counted",
+    },
+    broken.CountsReadersOfAPair: {
+        "a_zone_has_so_many_readers_and_no_more",
     },
     broken.TrustsDigests: {
         "bytes_of_one_zone_are_not_here_for_another",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import tempfile
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -55,6 +55,11 @@ class Examined(BoundaryClient):
             return super().received(bucket, key, expected, zone=zone)
         return host().call(self._name, "received", bucket, key, expected, zone=zone)
 
+    def fetch_facts(self, reader, pair, limit, *, after=None, max_readers=None):
+        if max_readers is None:
+            return super().fetch_facts(reader, pair, limit, after=after)
+        return host().call(self._name, "fetch_facts", reader, pair, limit, after=after, max_readers=max_readers)
+
     def prune(self, before_unix_ms):
         return host().call(self._name, "prune", before_unix_ms)
 
@@ -76,6 +81,12 @@ class AsyncExamined(AsyncBoundaryClient):
         if zone in ("", *HOME):
             return await super().received_async(bucket, key, expected, zone=zone)
         return await asyncio.to_thread(host().call, self._name, "received", bucket, key, expected, zone=zone)
+
+    async def fetch_facts_async(self, reader, pair, limit, *, after=None, max_readers=None):
+        if max_readers is None:
+            return await super().fetch_facts_async(reader, pair, limit, after=after)
+        ask = partial(host().call, self._name, "fetch_facts", reader, pair, limit, after=after, max_readers=max_readers)
+        return await asyncio.to_thread(ask)
 
     async def prune_async(self, before_unix_ms):
         return await asyncio.to_thread(host().call, self._name, "prune", before_unix_ms)

@@ -117,8 +117,8 @@ class _Store(PostgresBoundary):
     async def append_facts_async(self, facts):
         return await self._between("batch", super().append_facts_async(facts))
 
-    async def fetch_facts_async(self, reader, pair, limit, *, after=None):
-        return await self._between("fetch", super().fetch_facts_async(reader, pair, limit, after=after))
+    async def fetch_facts_async(self, reader, pair, limit, *, after=None, **how):
+        return await self._between("fetch", super().fetch_facts_async(reader, pair, limit, after=after, **how))
 
     async def confirm_receipt_async(self, reader, pair, cursor):
         return await self._between("confirm", super().confirm_receipt_async(reader, pair, cursor))

@@ -92,6 +92,9 @@ def serve(
     max_bytes: Annotated[
         int | None, typer.Option(parser=size, metavar="SIZE", help="Bytes of facts and artifacts at most: 500MB, 2GiB.")
     ] = None,
+    max_readers: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Readers that each other zone may have here at most.")
+    ] = 100,
     keep: Annotated[
         float | None,
         typer.Option(
@@ -148,6 +151,7 @@ def serve(
         config=config,
         max_facts=max_facts,
         max_bytes=max_bytes,
+        max_readers=max_readers,
         retention=None if keep is None else RetentionPolicy(keep=keep, interval=prune_every),
         probe_port=probe_port,
     )

@@ -65,6 +65,7 @@ class Order:
     config: Path | None
     max_facts: int | None = None
     max_bytes: int | None = None
+    max_readers: int = 100
     #: None keeps all for ever.
     retention: RetentionPolicy | None = None
     #: None leaves it to the configuration.
@@ -108,6 +109,7 @@ async def _serve(order: Order, probes: ProbeSettings) -> None:
             listen=order.listen,
             revoked=order.revoked,
             crl=order.crl,
+            limits=servers.Limits(readers=order.max_readers),
         )
         with ExitStack() as beside:
             serving = Event()

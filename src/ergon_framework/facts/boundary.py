@@ -156,10 +156,14 @@ class Boundary(_Described):
     # -- reading --------------------------------------------------------------------------------------
 
     @abstractmethod
-    def fetch_facts(self, reader: str, pair: Pair, limit: int, *, after: Cursor | None = None) -> Sequence[StoredFact]:
+    def fetch_facts(
+        self, reader: str, pair: Pair, limit: int, *, after: Cursor | None = None, max_readers: int | None = None
+    ) -> Sequence[StoredFact]:
         """At most *limit* facts of *pair*, in order, behind what *reader* has confirmed or behind *after*.
 
-        Whoever fetches is registered: from then on nothing is dropped that he has not confirmed.
+        A reader that fetches is registered: from then on nothing is dropped that it has not confirmed. With
+        *max_readers*, one that is not registered yet is refused with TooManyReaders if its zone has that many in this
+        store, also if many come at once.
         """
 
     @abstractmethod
@@ -278,7 +282,7 @@ class AsyncBoundary(_Described):
 
     @abstractmethod
     async def fetch_facts_async(
-        self, reader: str, pair: Pair, limit: int, *, after: Cursor | None = None
+        self, reader: str, pair: Pair, limit: int, *, after: Cursor | None = None, max_readers: int | None = None
     ) -> Sequence[StoredFact]: ...
 
     @abstractmethod

@@ -120,6 +120,13 @@ class ReaderUnknown(FactError):
     code = "reader_unknown"
 
 
+class TooManyReaders(FactError):
+    """The zone has as many readers in the store as are allowed, and none was added: an operator retires some."""
+
+    final = True
+    code = "too_many_readers"
+
+
 class PublishError(FactError):
     """It was tried for as long as the policy allows; no layer above tries again at once. The cause says why it failed.
 

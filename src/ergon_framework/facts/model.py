@@ -41,6 +41,9 @@ SIZE: Final = 2**53
 _UNFIT = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]").search
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*").fullmatch
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}").fullmatch
+#: The names of readers begin with it that read back what their own zone has sent. All others belong to the receiver: a
+#: caller that confirms in the name of another zone's reader would let retention take what that reader never had.
+SENDER: Final = "sender:"
 #: What makes an object a reference to an artifact.
 _REFERENCE: Final = frozenset(("bucket", "key", "digest", "size"))
 
@@ -400,6 +403,11 @@ def check_zone(name: str, zone: str) -> None:
 def check_reader(reader: str) -> None:
     """Whether a reader can be called so."""
     _check_text("the name of a reader", reader, READER)
+
+
+def zone_of_reader(reader: str, pair: Pair) -> str:
+    """Return the zone that a reader of *pair* belongs to."""
+    return pair.from_zone if reader.startswith(SENDER) else pair.to_zone
 
 
 def check_stored(digest: str, size: int) -> None:

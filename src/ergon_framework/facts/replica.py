@@ -21,6 +21,7 @@ from ergon_framework.facts.errors import (
     OffsetAhead,
     OffsetGone,
     ReaderUnknown,
+    TooManyReaders,
     UploadLost,
 )
 from ergon_framework.facts.model import Pair
@@ -137,7 +138,7 @@ _MEANINGS: Final[tuple[tuple[Status, tuple[type[FactError], ...]], ...]] = (
     (Status.GONE, (OffsetGone,)),
     (Status.FULL, (BufferFull,)),
     (Status.ARTIFACT_LOST, (ArtifactLost, ArtifactUnknown)),
-    (Status.DENIED, (AccessDenied,)),
+    (Status.DENIED, (AccessDenied, TooManyReaders)),
     # What was believed of the store is not so: it is asked how it is, and then it goes on from there.
     (Status.FAULTY, (OffsetAhead, ArtifactRefused, ArtifactMismatch, UploadLost, ReaderUnknown, FaultyError)),
 )

@@ -33,10 +33,10 @@ class Lying(MemoryBoundary):
 
     lie = Fact.of("payroll", "has_file", reference("private", "payroll.csv", SECRET))
 
-    def fetch_facts(self, reader, pair, limit, *, after=None):
+    def fetch_facts(self, reader, pair, limit, *, after=None, **how):
         return [
             replace(stored, fact=self.lie, digest=digest_of(stored.envelope, self.lie))
-            for stored in super().fetch_facts(reader, pair, limit, after=after)
+            for stored in super().fetch_facts(reader, pair, limit, after=after, **how)
         ]
 
 

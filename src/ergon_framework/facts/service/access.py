@@ -9,21 +9,21 @@ from collections.abc import Collection, Iterable, Sequence
 
 from ergon_framework.facts.boundary import KnownObject, LogState
 from ergon_framework.facts.errors import AccessDenied, ArtifactUnknown
-from ergon_framework.facts.model import Pair, check_zone
+from ergon_framework.facts.model import SENDER, Pair, check_zone, zone_of_reader
 from ergon_framework.facts.service.identity import Identity
 
-#: What the names of readers begin with who read back what their own zone has sent. All others are the receiver's:
-#: whoever confirms in the name of somebody else's reader would let retention take what that reader never had.
-SENDER = "sender:"
+#: Readers that a zone may have in a store of other zones.
+MAX_READERS = 100
 
 
 class Access:
     """The rules of one service, whose store belongs to *zones*."""
 
-    def __init__(self, zones: Collection[str]) -> None:
+    def __init__(self, zones: Collection[str], *, max_readers: int = MAX_READERS) -> None:
         for zone in zones:
             check_zone("zone", zone)
         self._own = frozenset(zones)
+        self._max_readers = max_readers
 
     def append(self, who: Identity, zones: Iterable[str]) -> None:
         """Whether *who* may append as all of these zones."""
@@ -50,12 +50,27 @@ class Access:
         """Whether *who* may read *pair* as *reader*, and confirm in that name."""
         if not touches(who, pair):
             raise _foreign(who, pair)
-        owner = pair.from_zone if reader.startswith(SENDER) else pair.to_zone
+        owner = zone_of_reader(reader, pair)
         if owner not in who.zones:
             raise AccessDenied(
                 f"the reader {reader!r} belongs to {owner!r}, and this is {who.name}; whoever reads back what he has "
                 f"sent takes a name that begins with {SENDER!r}"
             )
+
+    def max_readers(self, pair: Pair, reader: str) -> int | None:
+        """Return how many readers the zone of *reader* may have here; None if it is a zone of the store."""
+        return None if zone_of_reader(reader, pair) in self._own else self._max_readers
+
+    def concerns(self, pair: Pair) -> bool:
+        """Whether a zone of the store sends or receives the facts of *pair*."""
+        return not self._own.isdisjoint(pair)
+
+    def unknown(self, pair: Pair) -> AccessDenied:
+        """Return the refusal of a pair that has no facts here and no zone of the store."""
+        return AccessDenied(
+            f"there are no facts from {pair.from_zone!r} to {pair.to_zone!r} in this store, which belongs to "
+            f"{self._owners}; ask where one of the two zones is at home"
+        )
 
     def put(self, who: Identity, zone: str = "") -> str:
         """Return the owner of what *who* stores as *zone*: empty if the zones of the store have it in common.

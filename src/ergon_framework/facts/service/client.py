@@ -88,7 +88,11 @@ class BoundaryClient(Boundary):
 
     # -- reading --------------------------------------------------------------------------------------
 
-    def fetch_facts(self, reader: str, pair: Pair, limit: int, *, after: Cursor | None = None) -> Sequence[StoredFact]:
+    def fetch_facts(
+        self, reader: str, pair: Pair, limit: int, *, after: Cursor | None = None, max_readers: int | None = None
+    ) -> Sequence[StoredFact]:
+        if max_readers is not None:
+            raise calls.not_offered("a limit of readers")
         return self._ask(calls.fetch_facts(reader, pair, limit, after))
 
     def confirm_receipt(self, reader: str, pair: Pair, cursor: Cursor) -> None:

@@ -98,8 +98,10 @@ class AsyncBoundaryClient(AsyncBoundary):
     # -- reading --------------------------------------------------------------------------------------
 
     async def fetch_facts_async(
-        self, reader: str, pair: Pair, limit: int, *, after: Cursor | None = None
+        self, reader: str, pair: Pair, limit: int, *, after: Cursor | None = None, max_readers: int | None = None
     ) -> Sequence[StoredFact]:
+        if max_readers is not None:
+            raise calls.not_offered("a limit of readers")
         return await self._ask(calls.fetch_facts(reader, pair, limit, after))
 
     async def confirm_receipt_async(self, reader: str, pair: Pair, cursor: Cursor) -> None:

@@ -42,6 +42,7 @@ _STATUS: Final[dict[str, grpc.StatusCode]] = {
     "OffsetGone": grpc.StatusCode.OUT_OF_RANGE,
     "OffsetAhead": grpc.StatusCode.OUT_OF_RANGE,
     "ReaderUnknown": grpc.StatusCode.NOT_FOUND,
+    "TooManyReaders": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "AccessDenied": grpc.StatusCode.PERMISSION_DENIED,
     "NotOffered": grpc.StatusCode.UNIMPLEMENTED,
     "ServiceFailed": grpc.StatusCode.INTERNAL,

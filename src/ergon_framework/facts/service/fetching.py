@@ -14,14 +14,16 @@ from ergon_framework.facts.service.requests import MESSAGE, Fetch
 FIRST: Final = 64
 
 
-async def fetched(store: AsyncBoundary, fetch: Fetch) -> list[StoredFact]:
+async def fetched(store: AsyncBoundary, fetch: Fetch, *, max_readers: int | None = None) -> list[StoredFact]:
     """At most ``fetch.limit`` facts and MESSAGE bytes; at least one, if there is one."""
     found: list[StoredFact] = []
     size, after = 0, fetch.after
     wanted = min(fetch.limit, FIRST)
     while True:
         try:
-            stored = await store.fetch_facts_async(fetch.reader, fetch.pair, wanted, after=after)
+            stored = await store.fetch_facts_async(
+                fetch.reader, fetch.pair, wanted, after=after, max_readers=max_readers
+            )
         except FactError:
             if not found:
                 raise

@@ -16,7 +16,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.facts.boundary import AsyncBoundary, Boundary
 from ergon_framework.facts.model import Pair
-from ergon_framework.facts.service.access import Access
+from ergon_framework.facts.service.access import MAX_READERS, Access
 from ergon_framework.facts.service.files import TlsFiles, server_credentials
 from ergon_framework.facts.service.requests import MESSAGE
 from ergon_framework.facts.service.revoked import Revoked
@@ -36,6 +36,8 @@ class Limits:
     #: Calls at once, of all callers and those included who only listen; and of one connection.
     calls: int = 1_000
     streams: int = 100
+    #: Readers that a zone may have here that is no zone of the store; each holds up retention until it is retired.
+    readers: int = MAX_READERS
     #: How long a call may take, and how long a stream may stand still.
     patience: float = 30.0
     #: After that a connection is replaced, so that a handshake looks at the certificate anew; and how long its calls
@@ -87,7 +89,11 @@ class BoundaryServer:
         self._kept = as_async(self.store)
         revoked = Revoked(self.revoked, crl=self.crl, authorities=self.files.authorities, clock=self.clock)
         self._service = BoundaryService(
-            self._kept, Access(self.zones), revoked, patience=self.limits.patience, clock=self.clock
+            self._kept,
+            Access(self.zones, max_readers=self.limits.readers),
+            revoked,
+            patience=self.limits.patience,
+            clock=self.clock,
         )
         self._server = grpc.aio.server(options=self.limits.options(), maximum_concurrent_rpcs=self.limits.calls)
         self._server.add_generic_rpc_handlers((self._service.handler(),))

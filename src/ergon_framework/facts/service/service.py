@@ -87,7 +87,11 @@ class BoundaryService:
     async def _fetch_facts(self, who: Identity, data: bytes) -> Message:
         fetch = requests.fetch_facts(data)
         self._access.read(who, fetch.pair, fetch.reader)
-        return batches.write_fetched(await fetched(self._store, fetch))
+        # Fetching registers: nobody adds pairs of zones that this store has nothing to do with.
+        if not self._access.concerns(fetch.pair) and await self._store.end_of_async(fetch.pair) is None:
+            raise self._access.unknown(fetch.pair)
+        most = self._access.max_readers(fetch.pair, fetch.reader)
+        return batches.write_fetched(await fetched(self._store, fetch, max_readers=most))
 
     async def _confirm_receipt(self, who: Identity, data: bytes) -> Message:
         reader, pair, cursor = requests.confirm_receipt(data)

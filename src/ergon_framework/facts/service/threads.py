@@ -66,9 +66,9 @@ class InThreads(AsyncBoundary):
         return await self._run(self._store.get_fact, from_zone, message_id)
 
     async def fetch_facts_async(
-        self, reader: str, pair: Pair, limit: int, *, after: Cursor | None = None
+        self, reader: str, pair: Pair, limit: int, *, after: Cursor | None = None, max_readers: int | None = None
     ) -> Sequence[StoredFact]:
-        return await self._run(self._store.fetch_facts, reader, pair, limit, after=after)
+        return await self._run(self._store.fetch_facts, reader, pair, limit, after=after, max_readers=max_readers)
 
     async def confirm_receipt_async(self, reader: str, pair: Pair, cursor: Cursor) -> None:
         await self._run(self._store.confirm_receipt, reader, pair, cursor)

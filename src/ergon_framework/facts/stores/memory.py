@@ -44,6 +44,7 @@ from ergon_framework.facts.model import (
     Stored,
     StoredFact,
     digest_of,
+    zone_of_reader,
 )
 from ergon_framework.facts.stores import refusals
 from ergon_framework.facts.stores.memory_artifacts import Artifacts, Upload
@@ -249,9 +250,13 @@ class MemoryBoundary(Boundary, AsyncBoundary):
 
     # -- reading --------------------------------------------------------------------------------------
 
-    def fetch_facts(self, reader: str, pair: Pair, limit: int, *, after: Cursor | None = None) -> Sequence[StoredFact]:
+    def fetch_facts(
+        self, reader: str, pair: Pair, limit: int, *, after: Cursor | None = None, max_readers: int | None = None
+    ) -> Sequence[StoredFact]:
         with self._lock:
             log = self._logs.get(pair)
+            if max_readers is not None and (reader, pair) not in self._readers:
+                self._check_readers(reader, pair, max_readers)
             begin = self._readers.setdefault((reader, pair), 0 if log is None else log.dropped)
             if after is not None:
                 self._check(pair, after)
@@ -261,6 +266,12 @@ class MemoryBoundary(Boundary, AsyncBoundary):
             if begin < log.dropped:
                 raise refusals.gone(pair, begin, log.dropped)
             return log.behind(begin, limit)
+
+    def _check_readers(self, reader: str, pair: Pair, most: int) -> None:
+        zone = zone_of_reader(reader, pair)
+        count = sum(zone_of_reader(*registered) == zone for registered in self._readers)
+        if count >= most:
+            raise refusals.too_many_readers(reader, zone, count, most)
 
     def confirm_receipt(self, reader: str, pair: Pair, cursor: Cursor) -> None:
         with self._lock:
@@ -484,9 +495,9 @@ class MemoryBoundary(Boundary, AsyncBoundary):
         return self.get_fact(from_zone, message_id)
 
     async def fetch_facts_async(
-        self, reader: str, pair: Pair, limit: int, *, after: Cursor | None = None
+        self, reader: str, pair: Pair, limit: int, *, after: Cursor | None = None, max_readers: int | None = None
     ) -> Sequence[StoredFact]:
-        return self.fetch_facts(reader, pair, limit, after=after)
+        return self.fetch_facts(reader, pair, limit, after=after, max_readers=max_readers)
 
     async def confirm_receipt_async(self, reader: str, pair: Pair, cursor: Cursor) -> None:
         self.confirm_receipt(reader, pair, cursor)

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from datetime import datetime
+from functools import partial
 from typing import Any, Final, NamedTuple, Self, TypeVar
 from weakref import WeakKeyDictionary, ref
 
@@ -336,13 +337,17 @@ class PostgresBoundary(Boundary, AsyncBoundary):
 
     # -- reading --------------------------------------------------------------------------------------
 
-    def fetch_facts(self, reader: str, pair: Pair, limit: int, *, after: Cursor | None = None) -> Sequence[StoredFact]:
-        return self._run(reading.fetch, reader, pair, limit, after)
+    def fetch_facts(
+        self, reader: str, pair: Pair, limit: int, *, after: Cursor | None = None, max_readers: int | None = None
+    ) -> Sequence[StoredFact]:
+        fetch = partial(reading.fetch, after=after, max_readers=max_readers)
+        return self._run(fetch, reader, pair, limit)
 
     async def fetch_facts_async(
-        self, reader: str, pair: Pair, limit: int, *, after: Cursor | None = None
+        self, reader: str, pair: Pair, limit: int, *, after: Cursor | None = None, max_readers: int | None = None
     ) -> Sequence[StoredFact]:
-        return await self._run_async(reading.fetch, reader, pair, limit, after)
+        fetch = partial(reading.fetch, after=after, max_readers=max_readers)
+        return await self._run_async(fetch, reader, pair, limit)
 
     def confirm_receipt(self, reader: str, pair: Pair, cursor: Cursor) -> None:
         self._run(reading.confirm, reader, pair, cursor)

@@ -10,11 +10,11 @@ from ergon_framework.errors import ConnectionLost
 from ergon_framework.facts import table
 from ergon_framework.facts.boundary import Behind, LogState
 from ergon_framework.facts.errors import FactError
-from ergon_framework.facts.model import Cursor, Pair, StoredFact
+from ergon_framework.facts.model import SENDER, Cursor, Pair, StoredFact, zone_of_reader
 from ergon_framework.facts.stores import postgres_statements as statements
 from ergon_framework.facts.stores import refusals
 from ergon_framework.facts.stores.postgres_store import TRIES, Store
-from ergon_framework.schema.operation import Operation, Query
+from ergon_framework.schema.operation import BEGIN, COMMIT, Operation, Query
 
 #: Bytes of objects that one fetch brings, besides the first fact.
 _BYTES: Final = 16 * 1024 * 1024
@@ -51,12 +51,20 @@ def _state(store: Store, pair: Pair, reader: str = "") -> Operation[_State]:
     raise ConnectionLost("the store became another one while it was read; read again")
 
 
-def fetch(store: Store, reader: str, pair: Pair, limit: int, after: Cursor | None) -> Operation[list[StoredFact]]:
-    """What comes behind what he has confirmed, or behind *after*; he is registered from then on."""
+def fetch(
+    store: Store, reader: str, pair: Pair, limit: int, *, after: Cursor | None, max_readers: int | None
+) -> Operation[list[StoredFact]]:
+    """What comes behind what the reader has confirmed, or behind *after*; it is registered from then on."""
     for _ in range(TRIES):
         state = yield from _state(store, pair, reader)
         if state.confirmed is None:
-            yield from _registered(state, reader, pair)
+            if max_readers is None:
+                yield from _registered(state, reader, pair)
+            else:
+                yield BEGIN
+                yield from _check_readers(reader, pair, max_readers)
+                yield from _registered(state, reader, pair)
+                yield COMMIT
             continue
         if after is not None:
             _check(pair, after, state)
@@ -83,6 +91,16 @@ def _registered(state: _State, reader: str, pair: Pair) -> Operation[None]:
     if state.log is None:
         yield Query(statements.MAKE_LOG, asked)
     yield Query(statements.REGISTER, asked)
+
+
+def _check_readers(reader: str, pair: Pair, most: int) -> Operation[None]:
+    """Refuse a further reader of a zone that has *most* of them; the lock ends with the registration."""
+    zone = zone_of_reader(reader, pair)
+    asked = {"zone": zone, "sender": SENDER, "from": pair.from_zone, "to": pair.to_zone, "reader": reader}
+    yield Query(statements.LOCK_READERS, asked)
+    ((count, registered),) = yield Query(statements.COUNT_READERS, asked)
+    if count >= most and not registered:
+        raise refusals.too_many_readers(reader, zone, count, most)
 
 
 def _check(pair: Pair, cursor: Cursor, state: _State) -> None:

@@ -101,6 +101,16 @@ select l.id, %(reader)s, l.dropped, l.dropped_total from (
 on conflict do nothing
 """
 
+#: Readers of one zone are counted by one caller at a time, in a statement of its own: that of the lock sees too little.
+LOCK_READERS: Final = "select pg_advisory_xact_lock(hashtextextended(%(zone)s, 7))"
+COUNT_READERS: Final = """
+select count(*), coalesce(
+    bool_or(l.from_zone = %(from)s and l.to_zone = %(to)s and r.reader = %(reader)s), false
+)
+from ergon.fact_readers r join ergon.fact_log l on l.id = r.log
+where case when starts_with(r.reader, %(sender)s) then l.from_zone else l.to_zone end = %(zone)s
+"""
+
 #: Up to so many, and so many bytes beyond the first: objects may be large.
 FETCH: Final = """
 select f.fact_offset, f.stored_at, f.message_id, f.produced_at, f.correlation_id, f.causation_id, f.labels, f.subject,

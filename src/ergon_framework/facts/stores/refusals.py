@@ -17,6 +17,7 @@ from ergon_framework.facts.errors import (
     OffsetAhead,
     OffsetGone,
     ReaderUnknown,
+    TooManyReaders,
 )
 from ergon_framework.facts.model import (
     ArtifactReference,
@@ -107,6 +108,14 @@ def unknown_reader(reader: str, pair: Pair) -> ReaderUnknown:
     return ReaderUnknown(
         f"{reader!r} is not registered for facts from {pair.from_zone!r} to {pair.to_zone!r}; fetching registers a "
         "reader"
+    )
+
+
+def too_many_readers(reader: str, zone: str, count: int, most: int) -> TooManyReaders:
+    """The zone may have no further reader."""
+    return TooManyReaders(
+        f"{reader!r} is not registered: zone {zone!r} has {count} readers in this store, and {most} is the limit; read "
+        "under a name that is registered, or have an operator retire readers (ergon facts lag, ergon facts retire)"
     )
 
 

@@ -92,9 +92,9 @@ class BoundaryClient:
         return found
 
     async def fetch(
-        self, limit: int = 1000, *, reader: str = READER, pair: Pair = PAIR, after: Cursor | None = None
+        self, limit: int = 1000, *, reader: str = READER, pair: Pair = PAIR, **how: Any
     ) -> list[StoredFact]:
-        found: Sequence[StoredFact] = await self._call("fetch_facts", reader, pair, limit, after=after)
+        found: Sequence[StoredFact] = await self._call("fetch_facts", reader, pair, limit, **how)
         expect(len(found) <= limit, f"a fetch of {limit} brought {len(found)}")
         return list(found)
 

@@ -1,11 +1,12 @@
-"""Owners of artifacts: each zone has names of its own, and a fact gives access to artifacts of its own zone only."""
+"""What a zone has in a store of another: artifacts under names of its own, and so many readers."""
 
 from __future__ import annotations
 
+import asyncio
 from typing import Final
 
-from ergon_framework.facts.errors import ArtifactConflict, ArtifactRefused, ArtifactUnknown
-from ergon_framework.facts.model import Pair, Side, StoredFact, digest_of
+from ergon_framework.facts.errors import ArtifactConflict, ArtifactRefused, ArtifactUnknown, TooManyReaders
+from ergon_framework.facts.model import SENDER, Pair, Side, StoredFact, digest_of
 from ergon_framework.testing.conformance.boundary_client import (
     PAIR,
     BoundarySitting,
@@ -14,6 +15,7 @@ from ergon_framework.testing.conformance.boundary_client import (
     named,
     raised,
     refused,
+    stated,
 )
 from ergon_framework.testing.conformance.check import expect, rule
 from ergon_framework.testing.conformance.contents_words import stored_of
@@ -97,3 +99,35 @@ async def retention_tells_owners_apart(sitting: BoundarySitting) -> None:
     expect(pruned.artifacts == 1, f"{pruned.artifacts} artifacts were removed, and one of two is named by a fact")
     await raised(ArtifactUnknown, client.read("exam", "a"), "reading what retention has removed")
     expect(await client.read("exam", "a", zone=PEER) == content, "what a fact of its owner names is gone")
+
+
+@rule("SEC-11")
+async def a_zone_has_so_many_readers_and_no_more(sitting: BoundarySitting) -> None:
+    client = sitting.client()
+    # A pair that has facts and one that has none: both are its own, and so is the reader of what it has sent.
+    await client.append(envelope(), stated())
+    elsewhere = Pair("Elsewhere", PAIR.to_zone)
+    for pair, reader in ((PAIR, "one"), (elsewhere, "two"), (ARRIVING, f"{SENDER}three")):
+        await client.fetch(reader=reader, pair=pair, max_readers=3)
+    for pair in (PAIR, elsewhere, Pair("Never", PAIR.to_zone)):
+        more = client.fetch(reader="four", pair=pair, max_readers=3)
+        error = await raised(TooManyReaders, more, "a fourth reader of a zone that may have three")
+        expect("3" in str(error) and PAIR.to_zone in str(error), f"the limit or the zone is not told: {error}")
+    await client.fetch(reader="one", max_readers=3)
+    await client.fetch(reader="theirs", pair=ARRIVING, max_readers=3)
+    expect(not any("four" in state.readers for state in (await client.survey()).values()), "it was registered")
+    expect(Pair("Never", PAIR.to_zone) not in await client.survey(), "a refused reader has left a pair of zones")
+    await client.retire(reader="two", pair=elsewhere)
+    await client.fetch(reader="four", max_readers=3)
+
+
+@rule("SEC-11")
+async def readers_that_come_at_once_are_counted(sitting: BoundarySitting) -> None:
+    clients = [sitting.client() for _ in range(4)]
+    await clients[0].append(envelope(), stated())
+    calls = [client.fetch(reader=f"r{number}", max_readers=3) for number in range(4) for client in clients]
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    readers = (await clients[0].survey())[PAIR].readers
+    expect(len(readers) == 3, f"{len(readers)} readers are registered, and 3 may be")
+    refusals = [result for result in results if isinstance(result, TooManyReaders)]
+    expect(len(refusals) == 4, f"{len(refusals)} of 16 calls were refused, and one reader of four is too many")
