@@ -525,7 +525,7 @@ def test_an_upload_in_pieces_that_are_awaited_goes_on_where_it_broke_off(store):
             assert await client.put_object_async("b", "k", rest(), expected=expected, begin=11) == expected
             assert await client.received_async("b", "k", expected) == len(content)
             known = await client.known_object_async("b", "k")
-            assert known == (expected, frozenset())
+            assert known == (expected, frozenset(), "")
             return b"".join([piece async for piece in client.get_object_async("b", "k")])
 
     assert asyncio.run(run()) == content
@@ -570,7 +570,7 @@ def test_a_database_without_the_tables_is_told_to_upgrade(postgres):
     with pytest.raises(ConfigurationError, match="ergon db upgrade"):
         PostgresBoundary(dsn, accept_loss=True).open()
     upgrade(dsn, "0003")
-    with pytest.raises(ConfigurationError, match="at revision 0003, facts need 0005; run: ergon db upgrade"):
+    with pytest.raises(ConfigurationError, match="at revision 0003, facts need 0013; run: ergon db upgrade"):
         PostgresBoundary(dsn, accept_loss=True).open()
 
 
