@@ -81,6 +81,7 @@ EXCEPTIONS: dict[str, set[str]] = {
         f"schema.{name}": {"psycopg"}
         for name in ("ear", "failures", "libraries", "line", "lines", "operation", "snapshot")
     },
+    "connectors.encryption": {"cryptography"},
     "executor.jobs": STORAGE,
     "executor.jobs.timetable": {"cronsim"},
     "executor.stores": STORAGE,

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from ergon_framework.connectors.base import DeadLetter, Delivery, Release, UndecodableError
+from ergon_framework.connectors.base import DeadLetter, Delivery, MissingKeyError, Release, UndecodableError
 from ergon_framework.task.exceptions import BusinessError, LoopTimeout
 from ergon_framework.task.report import End, Kind
 from ergon_framework.transaction import Transaction
@@ -167,6 +167,20 @@ def test_the_last_permitted_delivery_is_processed(build):
 def test_what_cannot_be_decoded_is_put_aside_without_a_lifecycle(build):
     world = build(fetches=changed(error=UndecodableError("not JSON")))
     refused(world.offer("a").run(policy()), "undecodable")
+
+
+@pytest.mark.spec("SEC-26")
+@pytest.mark.invariant
+def test_what_needs_a_missing_key_is_put_off_and_said_once_as_an_error(build, caplog):
+    world = build(fetches=changed(error=MissingKeyError.of("2026-05")) * 2)
+    with caplog.at_level("INFO"):
+        seen = world.offer("a", "b").run(policy())
+    assert seen.kinds() == {"a": "deferred", "b": "deferred"}
+    assert seen.report.refused == {}
+    said = [record for record in caplog.records if record.getMessage().startswith("transaction deferred")]
+    assert [record.levelname for record in said] == ["ERROR", "INFO"]
+    assert "'2026-05'" in said[0].getMessage()
+    assert "ERGON_ENCRYPTION__KEYS" in said[0].getMessage()
 
 
 @pytest.mark.spec("CON-25")

@@ -17,6 +17,7 @@ from ergon_framework.cli.dlq_work import LONGEST, SAME, with_connector
 from ergon_framework.cli.summary import tell
 from ergon_framework.connectors.base import Connector
 from ergon_framework.connectors.deadletters import Became, DeadLetterQuery, DeadLetterRecord
+from ergon_framework.connectors.encryption import missing_key
 from ergon_framework.errors import ConfigurationError, ErgonError, text
 from ergon_framework.runner.loading import load_anything
 from ergon_framework.task.exceptions import TransactionException
@@ -48,6 +49,12 @@ def _edit(connector: Connector, where: str, edit: Edit) -> DlqExit:
     record = _chosen(connector, where, edit)
     if record is None:
         return DlqExit.FAILED
+    key_id = missing_key(record)
+    if key_id is not None:
+        raise ConfigurationError(
+            f"the dead letter is encrypted with the key {key_id!r} and cannot be read: add the key to "
+            "ERGON_ENCRYPTION__KEYS; if it is there, the message was changed after it was encrypted"
+        )
     payload = edit.change.made(record)
     found = [Difference("", "bytes", payload)] if record.raw is not None else list(differences(record.payload, payload))
     if not found:

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from ergon_framework.cli.summary import tell
 from ergon_framework.connectors.deadletters import DeadLetterRecord
+from ergon_framework.connectors.encryption import hidden, missing_key
 from ergon_framework.failure import EDITED, Failure
 
 #: The longest text in a cell of a list; `show` has the whole one.
@@ -128,6 +129,9 @@ def _error(failure: Failure) -> str:
 
 
 def _payload(record: DeadLetterRecord) -> str:
+    key_id = missing_key(record)
+    if key_id is not None:
+        return hidden(key_id)
     if record.raw is not None:
         return repr(record.raw[:LONGEST])
     return record.payload if isinstance(record.payload, str) else _dumped(record.payload)

@@ -36,6 +36,23 @@ class UndecodableError(ConnectorError):
     code = "undecodable"
 
 
+class MissingKeyError(ConnectorError):
+    """A message is encrypted with a key that this process does not have; the message itself may be intact."""
+
+    code = "missing_key"
+    #: The id of the key.
+    key_id: str = ""
+
+    @classmethod
+    def of(cls, key_id: str) -> Self:
+        error = cls(
+            f"a message is encrypted with the key {key_id!r}, which this process does not have; add it to "
+            "ERGON_ENCRYPTION__KEYS and restart the process: until then the message stays in its queue"
+        )
+        error.key_id = key_id
+        return error
+
+
 @dataclass(slots=True)
 class Delivery:
     """A transaction and the claim on it. The user sees only the transaction.
@@ -43,7 +60,8 @@ class Delivery:
     ``receipt`` is the connector's own: hashable, unique per delivery, opaque to everybody else.
     ``deliveries`` counts from 1 and is the broker's, so that it survives crashes. ``lease_until``
     is when the claim ends, in seconds of the monotonic clock; None where it does not end by
-    itself. ``error`` is set when the message could not be decoded; the payload is then its bytes.
+    itself. ``error`` is set when the message could not be decoded, or not without a key that is missing here; the
+    payload is then its bytes.
     ``done`` is set when the connector's inbox knows that this transaction has succeeded before.
     """
 
@@ -51,7 +69,7 @@ class Delivery:
     receipt: Any
     deliveries: int = 1
     lease_until: float | None = None
-    error: UndecodableError | None = None
+    error: UndecodableError | MissingKeyError | None = None
     done: bool = False
 
 

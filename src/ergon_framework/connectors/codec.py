@@ -11,6 +11,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from enum import StrEnum
 from functools import lru_cache
@@ -19,7 +20,7 @@ from typing import Any, Final, NamedTuple, NoReturn, Protocol
 
 from pydantic import TypeAdapter
 
-from ergon_framework.connectors.base import ConnectorError, UndecodableError
+from ergon_framework.connectors.base import ConnectorError, MissingKeyError, UndecodableError
 from ergon_framework.failure import Attempt, Deferral
 from ergon_framework.transaction import HISTORY, Transaction
 
@@ -84,8 +85,12 @@ WIRE: Final = (
     Wire("trace", "baggage", Form.TRACE, 8192),
 )
 
+#: The id of the key that a body is encrypted with, and the encrypted texts of errors in history and deferral.
+ENCRYPTION_KEY: Final = "ergon-encryption-key"
+ENCRYPTED_ERRORS: Final = "ergon-encrypted-errors"
 #: What a transaction carries from one delivery to the next, and loses when its dead letter is replayed.
-PROGRESS: Final = ("ergon-attempts", "ergon-history", "ergon-deferral")
+PROGRESS: Final = ("ergon-attempts", "ergon-history", "ergon-deferral", ENCRYPTED_ERRORS)
+_KEY_ID = re.compile(r"[A-Za-z0-9._-]{1,64}").fullmatch
 _FIELDS: Final = tuple(row for row in WIRE if row.form is not Form.TRACE)
 _TRACE: Final = tuple(row for row in WIRE if row.form is Form.TRACE)
 
@@ -302,7 +307,10 @@ class Codec(Protocol):
         """The body and the headers of *transaction*, or UnencodableError."""
 
     def decode(self, body: bytes, headers: Mapping[str, str], *, source: str = "") -> Transaction:
-        """The transaction, or UndecodableError; *source* is its source where no header names one."""
+        """The transaction, or UndecodableError; *source* is its source where no header names one.
+
+        MissingKeyError for a message that is encrypted, where the codec does not have its key.
+        """
 
 
 class JsonCodec:
@@ -325,6 +333,8 @@ class JsonCodec:
         return self._body(transaction), write_headers(transaction)
 
     def decode(self, body: bytes, headers: Mapping[str, str], *, source: str = "") -> Transaction:
+        if ENCRYPTION_KEY in headers:
+            raise MissingKeyError.of(read_key_id(headers))
         fields = read_headers(headers)
         fields.setdefault("source", source)
         return Transaction(payload=self._payload(body), **fields)
@@ -436,6 +446,19 @@ def read_headers(headers: Mapping[str, str]) -> dict[str, Any]:
     return fields
 
 
+def read_key_id(headers: Mapping[str, str]) -> str:
+    """Return the id of the key that the body of a message is encrypted with; UndecodableError for what is no id."""
+    given: Any = headers[ENCRYPTION_KEY]
+    if not is_key_id(given):
+        raise UndecodableError(f"header {ENCRYPTION_KEY!r} is not the id of a key")
+    return str(given)
+
+
+def is_key_id(text: object) -> bool:
+    """Return whether *text* can be the id of a key: 1 to 64 letters, digits, dots, underscores and hyphens."""
+    return isinstance(text, str) and _KEY_ID(text) is not None
+
+
 def _unreadable(row: Wire, text: Any) -> UndecodableError:
     size = f"{len(text)} characters" if isinstance(text, str) else f"a {type(text).__name__}"
     return UndecodableError(
@@ -454,21 +477,27 @@ class Decoded(NamedTuple):
     """What came of a message: its transaction, or a stand-in with the bytes and the error."""
 
     transaction: Transaction
-    error: UndecodableError | None = None
+    error: UndecodableError | MissingKeyError | None = None
 
 
 def decode(codec: Codec, body: bytes, headers: Mapping[str, str], *, source: str) -> Decoded:
     """Read a message with *codec*, and never raise: one bad message must not stop a batch.
 
     The stand-in's id is the header's where that is sound, else made from body and headers, so
-    that it is the same at every delivery.
+    that it is the same at every delivery. Without the key of a message, its envelope is still read.
     """
+    problem: UndecodableError | MissingKeyError
     try:
         return Decoded(codec.decode(body, headers, source=source))
-    except UndecodableError as error:
+    except (UndecodableError, MissingKeyError) as error:
         problem = error
     except Exception as error:  # noqa: BLE001 - the boundary to a codec that is not ours
         problem = UndecodableError(f"the codec failed on a body of {len(body)} bytes with {type(error).__name__}")
+        if ENCRYPTION_KEY in headers and is_key_id(headers[ENCRYPTION_KEY]):
+            problem = MissingKeyError.of(headers[ENCRYPTION_KEY])
+    if isinstance(problem, MissingKeyError):
+        with suppress(UndecodableError):
+            return Decoded(Transaction(payload=body, **{"source": source, **read_headers(headers)}), problem)
     given = headers.get("ergon-id")
     sound = isinstance(given, str) and len(given) <= WIRE[0].longest and _VISIBLE(given)
     return Decoded(Transaction(given if sound and given else _digest(body, headers), body, source=source), problem)

@@ -30,6 +30,7 @@ from ergon_framework.connectors.base import (
 )
 from ergon_framework.connectors.codec import Codec, UnencodableError, decode
 from ergon_framework.connectors.deadletters import Became, DeadLetterQuery, DeadLetterRecord, ReplayResult, page
+from ergon_framework.connectors.encryption import hide_record, reveal_record, select_codec
 from ergon_framework.transaction import Transaction
 
 
@@ -70,7 +71,7 @@ class MemoryConnector(Connector, AsyncConnector):
         self._name = name
         self._clock = clock
         self._wall = wall
-        self._codec = codec
+        self._codec = codec = None if codec is None else select_codec(codec)
         self._lease = lease
         self._capabilities = Capabilities(
             mode="queue",
@@ -336,7 +337,8 @@ class MemoryConnector(Connector, AsyncConnector):
     def dead_letters(self) -> Sequence[DeadLetterRecord]:
         """All dead letters, the oldest first."""
         with self._lock:
-            return [record for record, _ in self._dead.values()]
+            records = [record for record, _ in self._dead.values()]
+        return [reveal_record(self._codec, record) for record in records]
 
     def list_dead(
         self, query: DeadLetterQuery, *, after: str | None = None, limit: int = 100
@@ -364,14 +366,14 @@ class MemoryConnector(Connector, AsyncConnector):
         record = DeadLetterRecord.of(
             delivery, settlement, queue=self._name, at=self._wall(), headers=headers, place=place
         )
-        self._dead[place] = record, message
+        self._dead[place] = hide_record(self._codec, record), message
 
     def _replay(self, place: str) -> ReplayResult:
         if place not in self._dead:
             return ReplayResult(place, Became.GONE)
         record, message = self._dead[place]
         if message.readable:  # what could not be read goes back as it came
-            fresh = record.fresh()
+            fresh = reveal_record(self._codec, record).fresh()
             try:
                 message.content = fresh if self._codec is None else self._codec.encode(fresh)
             except UnencodableError as error:

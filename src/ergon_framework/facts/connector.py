@@ -24,7 +24,9 @@ from ergon_framework.connectors.base import (
 )
 from ergon_framework.connectors.codec import Codec, JsonCodec
 from ergon_framework.connectors.deadletters import DeadLetterQuery, DeadLetterRecord, ReplayResult
+from ergon_framework.connectors.encryption import EncryptingCodec
 from ergon_framework.engine.drivers.caller import AsyncCaller, Caller
+from ergon_framework.errors import ConfigurationError
 from ergon_framework.facts.boundary import AsyncBoundary, Boundary
 from ergon_framework.facts.log import Calls, FactLog
 from ergon_framework.facts.model import Pair, check_zone
@@ -61,6 +63,11 @@ class _FactConnector:
         self.boundary = boundary
         self.pair = Pair(from_zone, to_zone)
         self._name = name or f"{from_zone}/{to_zone}"
+        if isinstance(codec, EncryptingCodec):
+            raise ConfigurationError(
+                f"the facts of {self._name!r} cannot be encrypted: their readers and the store compare them; encrypt "
+                "the values inside the payload instead"
+            )
         self._codec = codec or JsonCodec()
         self._arrivals = Arrivals()
         self._unlisten: Unlisten | None = None

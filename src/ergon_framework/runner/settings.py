@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, Strict, ValidationError, field_validator
 
+from ergon_framework.connectors.encryption import VARIABLE
 from ergon_framework.connectors.schemes import scheme_of
 from ergon_framework.engine import backoff as waiting
 from ergon_framework.errors import ConfigurationError
@@ -138,6 +139,17 @@ class ProviderSettings(Policy):
     )
 
 
+class EncryptionSettings(Policy):
+    """Encryption of payloads and failures where they are stored."""
+
+    keys: str | None = Field(
+        default=None, repr=False, description="ID:BASE64 of each key, the current one first; in the environment only."
+    )
+    require: Annotated[bool, Strict()] = Field(
+        default=False, description="Refuse messages that are not encrypted; in the environment only."
+    )
+
+
 class BrokerSettings(Policy):
     """The server of queues that are given no address."""
 
@@ -173,6 +185,7 @@ class Settings(Policy):
     logging: LoggingSettings = Field(default=LoggingSettings(), description="How the command logs.")
     telemetry: TelemetrySettings = Field(default=TelemetrySettings(), description="What is recorded of a task.")
     postgres: PostgresSettings = Field(default=PostgresSettings(), description="The database.")
+    encryption: EncryptionSettings = Field(default=EncryptionSettings(), description="Encryption at rest.")
     providers: ProviderSettings = Field(default=ProviderSettings(), description="Providers.")
     rabbitmq: BrokerSettings = Field(default=BrokerSettings(), description="The RabbitMQ server.")
     nats: BrokerSettings = Field(default=BrokerSettings(), description="The NATS server.")
@@ -220,6 +233,11 @@ def _plain(name: str) -> str:
 def settings(path: Path | None = None, environ: Mapping[str, str] | None = None) -> Settings:
     """What *path*, or ``ergon.toml`` in the current folder, and *environ*, or the process's own, say."""
     file = sources.from_file(path if path is not None else Path(sources.NAME), needed=path is not None)
+    if "encryption" in file.tree:
+        raise ConfigurationError(
+            f"{file.origin}: encryption is configured by the environment only, as it holds keys: take the section out "
+            f"of the file and set {VARIABLE}"
+        )
     given = file.under(sources.from_environment(os.environ if environ is None else environ, Settings, SHAPES))
     faults = sources.unknown(given, Settings, SHAPES)
     if faults:

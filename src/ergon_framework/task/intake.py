@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from ergon_framework.connectors.base import Ack, DeadLetter, Delivery, Later, Release
+from ergon_framework.connectors.base import Ack, DeadLetter, Delivery, Later, MissingKeyError, Release
 from ergon_framework.task.admission import Admission
 from ergon_framework.task.handling import Handling
 from ergon_framework.task.report import Kind, Outcome, Report
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 #: The reason of what the inbox acks.
 DONE = "done"
+#: The reason of what is encrypted with a key that is missing here, and how long it is put off.
+MISSING_KEY = "missing_key"
+MISSING_KEY_DELAY_SECONDS = 30.0
 
 
 class Intake:
@@ -64,6 +67,9 @@ class Intake:
         """Give *delivery* its place."""
         transaction, policy = delivery.transaction, self._policy
         self.claims[delivery.receipt] = delivery
+        if isinstance(delivery.error, MissingKeyError) and not delivery.done:
+            self._defer_unreadable(delivery, delivery.error)
+            return
         reason = self._refusal(delivery)
         if reason is not None:
             self._refuse(delivery, reason)
@@ -131,6 +137,12 @@ class Intake:
         if expires_at is not None and expires_at <= self._senses.wall():
             return "expired"
         return None
+
+    def _defer_unreadable(self, delivery: Delivery, error: MissingKeyError) -> None:
+        """Put *delivery* off at no cost: another worker may have its key, or this one after its next start."""
+        outcome = Outcome(delivery.transaction, Kind.DEFERRED, reason=MISSING_KEY)
+        outcome.error = error
+        self._settler.put(Item(delivery, Later.unchanged(MISSING_KEY_DELAY_SECONDS, delivery.transaction), outcome))
 
     def _refuse(self, delivery: Delivery, reason: str) -> None:
         self._report.refused[reason] = self._report.refused.get(reason, 0) + 1

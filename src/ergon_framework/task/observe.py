@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextvars import Context
 from typing import TYPE_CHECKING, Any
 
-from ergon_framework.connectors.base import Later
+from ergon_framework.connectors.base import Later, MissingKeyError
 from ergon_framework.connectors.outage import OutageLog, outage_log
 from ergon_framework.errors import Category, ConnectionLost
 from ergon_framework.failure import error_type_of
@@ -37,6 +38,8 @@ log = logging.getLogger(__name__)
 
 #: Longest reason of a pause that is kept.
 REASON = 100
+#: Seconds between two errors in the log about one missing key.
+MISSING_KEY_INTERVAL_SECONDS = 60.0
 
 #: How loud the end of a transaction is; a success makes no sound.
 _EVENTS = {
@@ -96,6 +99,8 @@ class Observer(Onlooker):
         #: Where to find what has ended and is not settled, by the identity of its outcome.
         self._nodes: dict[int, Node] = {}
         self._warned = False
+        #: By the id of a missing key, when it was last logged as an error.
+        self._missed: dict[str, float] = {}
 
     # -- the loop -------------------------------------------------------------------------------
 
@@ -215,8 +220,18 @@ class Observer(Onlooker):
             self._rounds.ended(outcome.transaction)
         if outcome.kind is not Kind.SUCCEEDED:
             level, event = _EVENTS[outcome.kind]
+            if isinstance(outcome.error, MissingKeyError):
+                level = self._level_of_missing(outcome.error.key_id)
             if logs.log.isEnabledFor(level):
                 self._say(level, event, self._fields(outcome, node), self._to_exception(outcome))
+
+    def _level_of_missing(self, key_id: str) -> int:
+        """Return ERROR once a minute for each key: an operator must see it, and every message of the key says it."""
+        now = time.monotonic()
+        if now < self._missed.get(key_id, -math.inf) + MISSING_KEY_INTERVAL_SECONDS:
+            return logging.INFO
+        self._missed[key_id] = now
+        return logging.ERROR
 
     # -- what is logged -------------------------------------------------------------------------
 

@@ -99,7 +99,7 @@ def test_what_is_gone_was_settled_by_us_only_while_nobody_else_can_have_had_it()
     clock = Clock()
     where = keys.keys_of("orders")
     claiming = Claiming(where, Messages(JsonCodec(), name="orders", body="body"), consumer="me", lease=10.0)
-    settler = Settler(where, claiming, clock=clock)
+    settler = Settler(where, claiming, codec=JsonCodec(), clock=clock)
     delivery = Delivery(Transaction("tx", {}), Receipt(b"1-0", "me", 1, 1), lease_until=10.0)
     assert settled(settler, (delivery, Ack()), b"l") is SettleResult.LOST
     settler.doubt([(delivery, Ack())])

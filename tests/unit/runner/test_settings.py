@@ -213,3 +213,15 @@ def test_the_guide_lists_every_key_with_its_default_and_its_meaning():
         row = f"| `{'.'.join(keys)}` | {json.dumps(field.default)} | {field.description} |"
         assert row in guide
     assert f"| `tasks.NAME.policy` | nothing | {TaskSettings.model_fields['policy'].description} |" in guide
+
+
+@pytest.mark.spec("SEC-26")
+@pytest.mark.parametrize("said", ['keys = "a:AAAA"', "require = true"])
+def test_encryption_is_configured_by_the_environment_only(tmp_path, said):
+    path = tmp_path / "ergon.toml"
+    path.write_text(f"[encryption]\n{said}\n", encoding="utf-8")
+    with pytest.raises(ConfigurationError, match=r"by the environment only.*ERGON_ENCRYPTION__KEYS") as caught:
+        settings(path, {})
+    assert "AAAA" not in str(caught.value)
+    found = settings(environ={"ERGON_ENCRYPTION__KEYS": "2026-11:AAAA", "ERGON_ENCRYPTION__REQUIRE": "true"})
+    assert (found.encryption.require, "AAAA" in repr(found)) == (True, False)

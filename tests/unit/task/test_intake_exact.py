@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ergon_framework.connectors.base import Ack, DeadLetter, Delivery, Later, Release, UndecodableError
+from ergon_framework.connectors.base import Ack, DeadLetter, Delivery, Later, MissingKeyError, Release, UndecodableError
 from ergon_framework.engine.attempts import Step
 from ergon_framework.engine.drivers.threads import Threads
 from ergon_framework.engine.effects import Gone
@@ -116,6 +116,22 @@ def test_what_cannot_be_decoded_is_refused_with_its_error() -> None:
     assert (failure.deliveries, failure.task_name, failure.occurred_at) == (99, "mail", 1_050.0)
     assert (failure.trace_id, failure.final) == ("trace of a", True)
     assert list(world.intake.claims) == ["a"], "it is renewed until it is settled"
+
+
+@pytest.mark.spec("SEC-26")
+@pytest.mark.invariant
+def test_what_needs_a_missing_key_is_put_off_and_never_refused() -> None:
+    world, one, two = World(max_deliveries=3), delivery("a", deliveries=99, expires_at=1.0), delivery("b")
+    one.error = two.error = MissingKeyError.of("2026-05")
+    two.done = True
+    put_off, known = world.takes(one, two).settling()
+    assert put_off.settlement == Later(30.0)
+    assert (put_off.outcome.kind, put_off.outcome.reason, put_off.outcome.error) == (
+        "deferred",
+        "missing_key",
+        one.error,
+    )
+    assert (known.settlement, world.report.refused) == (Ack(), {"done": 1})
 
 
 def test_one_delivery_too_many_is_refused() -> None:

@@ -10,6 +10,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from ergon_framework.connectors.base import ConnectorError, DeadLetter, Delivery
@@ -20,6 +21,13 @@ from ergon_framework.connectors.deadletters import (
     DeadLetterRecord,
     ReplayResult,
     number,
+)
+from ergon_framework.connectors.encryption import (
+    hide_errors,
+    hide_failure,
+    keys_of,
+    reveal_errors,
+    reveal_failure,
 )
 from ergon_framework.connectors.nats import api
 from ergon_framework.connectors.nats.claim import Claim
@@ -41,12 +49,22 @@ _COUNTED: Final = frozenset(PROGRESS)
 _GONE: Final = frozenset({api.NO_MESSAGE, api.NO_SUCH_SEQUENCE})
 #: In the record's header only what the message itself does not say.
 _ELSEWHERE: Final = {"payload", "raw", "headers", "place"}
+#: In the record's header: the encrypted texts of the errors of its envelope.
+_ERRORS: Final = "errors"
 
 
-def burial(names: Names, queue: str, delivery: Delivery, claim: Claim, settlement: DeadLetter) -> Request:
+def burial(
+    names: Names, queue: str, delivery: Delivery, claim: Claim, settlement: DeadLetter, *, codec: Codec
+) -> Request:
     """What puts a message aside; asked for twice it happens once."""
-    record = DeadLetterRecord.of(delivery, settlement, queue=queue, at=time.time())
+    transaction = delivery.transaction
+    history, deferral, errors = hide_errors(keys_of(codec), transaction, transaction.history, transaction.deferral)
+    hidden = replace(delivery, transaction=transaction.replace(history=history, deferral=deferral))
+    letter = replace(settlement, failure=hide_failure(keys_of(codec), settlement.failure))
+    record = DeadLetterRecord.of(hidden, letter, queue=queue, at=time.time())
     told = record.model_dump(mode="json", exclude=_ELSEWHERE) | {"readable": claim.readable}
+    if errors is not None:
+        told[_ERRORS] = errors
     headers = {
         **own(claim.headers),
         _RECORD: json.dumps(told),
@@ -97,6 +115,7 @@ def _drop_tracebacks(record: dict[str, Any]) -> None:
 def _drop_history(record: dict[str, Any]) -> None:
     record["envelope"]["history"] = []
     record["envelope"]["deferral"] = None
+    record.pop(_ERRORS, None)
     if record["failure"]:
         record["failure"]["history"] = []
 
@@ -158,7 +177,15 @@ def _record(letter: api.Stored, name: str, codec: Codec) -> DeadLetterRecord:
             stranger, DeadLetter("stranger"), queue=name, at=letter.at, headers=headers, place=str(letter.seq)
         )
     content = {"payload": transaction.payload} if readable else {"raw": letter.body, "headers": headers}
-    return DeadLetterRecord.model_validate({**told, **content, "place": str(letter.seq)})
+    errors = told.pop(_ERRORS, None)
+    record = DeadLetterRecord.model_validate({**told, **content, "place": str(letter.seq)})
+    envelope, whose = record.envelope, record.transaction()
+    history, deferral = reveal_errors(keys_of(codec), whose, envelope.history, envelope.deferral, errors)
+    changes = {
+        "failure": reveal_failure(keys_of(codec), record.failure),
+        "envelope": envelope.model_copy(update={"history": history, "deferral": deferral}),
+    }
+    return record.model_copy(update=changes)
 
 
 # -- moving -----------------------------------------------------------------------------------------

@@ -7,9 +7,12 @@ and the server counts every delivery, so those that cost nothing have to be take
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from ergon_framework.connectors.base import Later
+from ergon_framework.connectors.codec import Codec
+from ergon_framework.connectors.encryption import hide_errors, keys_of, reveal_errors
 from ergon_framework.failure import Attempt, Deferral
 from ergon_framework.transaction import HISTORY, Transaction
 
@@ -30,6 +33,8 @@ class Note:
     attempts: int | None = None
     history: tuple[Attempt, ...] = ()
     deferral: Deferral | None = None
+    #: The texts of the errors in both, encrypted; None where they are not.
+    errors: str | None = None
 
     def deliveries(self, delivered: int) -> int:
         """How many deliveries count, the present one included, where the server says *delivered*.
@@ -42,11 +47,17 @@ class Note:
         since = delivered - self.delivered if delivered > self.delivered else delivered
         return self.paid + since
 
-    def applied(self, transaction: Transaction) -> Transaction:
+    def after(self, later: Later, transaction: Transaction, codec: Codec) -> Note:
+        """Return this note with what *transaction* comes back with."""
+        history, deferral, errors = hide_errors(keys_of(codec), transaction, later.history[-HISTORY:], later.deferral)
+        return replace(self, attempts=later.attempts, history=history, deferral=deferral, errors=errors)
+
+    def applied(self, transaction: Transaction, codec: Codec) -> Transaction:
         """*transaction* with what it has gone through."""
         if self.attempts is None:
             return transaction
-        return transaction.replace(attempts=self.attempts, history=self.history, deferral=self.deferral)
+        history, deferral = reveal_errors(keys_of(codec), transaction, self.history, self.deferral, self.errors)
+        return transaction.replace(attempts=self.attempts, history=history, deferral=deferral)
 
     def written(self) -> bytes:
         told: dict[str, Any] = {"paid": self.paid, "delivered": self.delivered, "due": self.due}
@@ -55,6 +66,8 @@ class Note:
             told["history"] = [attempt.model_dump(mode="json") for attempt in self.history[-HISTORY:]]
             if self.deferral is not None:
                 told["deferral"] = self.deferral.model_dump(mode="json")
+            if self.errors is not None:
+                told["errors"] = self.errors
         return json.dumps(told).encode()
 
 
@@ -68,4 +81,5 @@ def read(body: bytes) -> Note:
         attempts=None if told.get("attempts") is None else int(told["attempts"]),
         history=tuple(Attempt.model_validate(attempt) for attempt in told.get("history", ())),
         deferral=None if told.get("deferral") is None else Deferral.model_validate(told["deferral"]),
+        errors=None if told.get("errors") is None else str(told["errors"]),
     )

@@ -27,8 +27,9 @@ from ergon_framework.connectors.base import (
     Settling,
     Unlisten,
 )
-from ergon_framework.connectors.codec import Codec, JsonCodec, decode
+from ergon_framework.connectors.codec import Codec, decode
 from ergon_framework.connectors.deadletters import DeadLetterQuery, DeadLetterRecord, ReplayResult
+from ergon_framework.connectors.encryption import select_codec
 from ergon_framework.connectors.foreign import ForeignCodec
 from ergon_framework.connectors.nats import api, burials, note
 from ergon_framework.connectors.nats.claim import Claim
@@ -109,7 +110,7 @@ class NatsQueue(AsyncConnector):
         self._name = name
         self._url = url
         self._lease = lease
-        self._codec = codec or JsonCodec()
+        self._codec = select_codec(codec)
         self._timeout = timeout
         self._monitor = monitor
         self._options = dict(options or {})
@@ -129,7 +130,9 @@ class NatsQueue(AsyncConnector):
         self._held: set[Claim] = set()
         self._ticker = Ticker(lease, self._ticked)
         self._background: set[asyncio.Task[Any]] = set()
-        self._settler = Settler(name, self._names, held=self._held, owner=self, line=self._line, erase=erase)
+        self._settler = Settler(
+            name, self._names, codec=self._codec, held=self._held, owner=self, line=self._line, erase=erase
+        )
         self._dispatcher = Dispatcher(self._names, self._codec, line=self._ready_line, patience=patience)
 
     def __repr__(self) -> str:
@@ -374,7 +377,7 @@ class NatsQueue(AsyncConnector):
             transaction, error = decode(self._codec, message.data, headers, source=self._name)
         claim.readable = error is None
         if claim.note is not None and error is None:
-            transaction = claim.note.applied(transaction)
+            transaction = claim.note.applied(transaction, self._codec)
         self._held.add(claim)
         return Delivery(transaction, claim, claim.deliveries, claim.until, error)
 
@@ -409,9 +412,8 @@ class NatsQueue(AsyncConnector):
         for claim in claims:
             known = claim.note
             if known is not None and known.due > now + _EARLY:
-                later = Later(known.due - now, known.attempts or 0, known.history, known.deferral)
-                claim.readable = known.attempts is not None
-                early.append((Delivery(Transaction("early"), claim), later))
+                claim.readable = False  # its note stays as it is
+                early.append((Delivery(Transaction("early"), claim), Later(known.due - now)))
         if early:
             await self._settler.settle(early, line)
 
@@ -473,7 +475,7 @@ class NatsQueue(AsyncConnector):
 
     async def queued_async(self, ids: Collection[str]) -> Collection[str] | None:
         """None for foreign messages: they are found by the id in their subject, which those do not have."""
-        if isinstance(self._codec, ForeignCodec):
+        if isinstance(getattr(self._codec, "inner", self._codec), ForeignCodec):
             return None
         line, asked = await self._ready_line(), list(ids)
         calls = [api.request(f"STREAM.MSG.GET.{self._names.work}", last_by_subj=self._names.of(each)) for each in asked]

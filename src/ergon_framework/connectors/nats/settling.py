@@ -22,6 +22,7 @@ from ergon_framework.connectors.base import (
     SettleResult,
     Settling,
 )
+from ergon_framework.connectors.codec import Codec
 from ergon_framework.connectors.nats import api, burials
 from ergon_framework.connectors.nats.claim import Claim
 from ergon_framework.connectors.nats.line import Line, Request
@@ -67,6 +68,7 @@ class Settler:
         queue: str,
         names: Names,
         *,
+        codec: Codec,
         held: set[Claim],
         owner: object,
         line: Callable[[], Awaitable[Line]],
@@ -74,6 +76,7 @@ class Settler:
     ) -> None:
         self._queue = queue
         self._names = names
+        self._codec = codec
         self._held = held
         self._owner = owner
         self._line = line
@@ -155,26 +158,28 @@ class Settler:
                 case Ack():
                     return _Plan(index, claim, _ACK)
                 case Release():
-                    return self._put_back(index, claim, None)
+                    return self._put_back(index, delivery, claim, None)
                 case Later():
-                    return self._put_back(index, claim, how)
+                    return self._put_back(index, delivery, claim, how)
                 case DeadLetter():
                     plan = _Plan(index, claim, _ACK)
-                    plan.before = burials.burial(self._names, self._queue, delivery, claim, how)
+                    plan.before = burials.burial(self._names, self._queue, delivery, claim, how, codec=self._codec)
                     return plan
                 case _:
                     return None
         except Exception:  # noqa: BLE001 - the boundary of one item, which must not spoil its neighbours
             return None
 
-    def _put_back(self, index: int, claim: Claim, later: Later | None) -> _Plan:
+    def _put_back(self, index: int, delivery: Delivery, claim: Claim, later: Later | None) -> _Plan:
         known, delay = claim.note, 0.0 if later is None else later.delay
         due = time.time() + delay if delay > 0 else 0.0
         note = Note(claim.deliveries - 1, claim.delivered, due)
         if later is not None and claim.readable:
-            note = replace(note, attempts=later.attempts, history=later.history, deferral=later.deferral)
+            note = note.after(later, delivery.transaction, self._codec)
         elif known is not None:
-            note = replace(note, attempts=known.attempts, history=known.history, deferral=known.deferral)
+            note = replace(
+                note, attempts=known.attempts, history=known.history, deferral=known.deferral, errors=known.errors
+            )
         plan = _Plan(index, claim, _nak(delay))
         plan.note = note
         headers = {DUE: f"{due:.3f}"} if due else None

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple
 
-from ergon_framework.connectors.base import ConnectorError, DeadLetter, Delivery
-from ergon_framework.connectors.codec import Codec, decode
+from ergon_framework.connectors.base import ConnectorError, DeadLetter, Delivery, UndecodableError
+from ergon_framework.connectors.codec import PROGRESS, Codec, decode
 from ergon_framework.connectors.deadletters import (
     Became,
     DeadLetterQuery,
@@ -15,6 +15,7 @@ from ergon_framework.connectors.deadletters import (
     ReplayResult,
     number,
 )
+from ergon_framework.connectors.encryption import keys_of, reveal_failure
 from ergon_framework.connectors.postgres.headers import texts
 from ergon_framework.failure import Failure
 from ergon_framework.schema.operation import Operation, Query
@@ -47,7 +48,7 @@ ready as (
     insert into ergon.ready (queue, rank, transaction_id, key, headers, body)
     select %(queue)s, -priority, transaction_id, key,
         case jsonb_typeof(headers) when 'object'
-            then headers - 'ergon-attempts' - 'ergon-history' - 'ergon-deferral' else headers end,
+            then headers - %(progress)s::text[] else headers end,
         body
     from dead order by id
 )
@@ -107,9 +108,10 @@ def _record(row: Row, name: str, codec: Codec) -> DeadLetterRecord:
     place, transaction_id, reason, at, deliveries, readable, failure, headers, body = row
     headers = texts(headers)
     transaction, error = decode(codec, body, headers, source=name)
-    if not readable or error is not None:
+    if not readable or isinstance(error, UndecodableError):
         transaction = Transaction(transaction_id, body, source=name)
-    letter = DeadLetter(reason, None if failure is None else Failure.model_validate_json(failure))
+    record = None if failure is None else Failure.model_validate_json(failure)
+    letter = DeadLetter(reason, reveal_failure(keys_of(codec), record))
     delivery = Delivery(transaction, place, deliveries)
     kept = None if readable and error is None else headers
     return DeadLetterRecord.of(delivery, letter, queue=name, at=at, headers=kept, place=str(place))
@@ -127,7 +129,8 @@ def discarded(queue: int, places: Sequence[str]) -> Operation[Sequence[ReplayRes
 
 def _moved(sql: str, queue: int, places: Sequence[str], became: Became) -> Operation[Sequence[ReplayResult]]:
     ids = {place: _id(place) for place in places}
-    rows = yield Query(sql, {"queue": queue, "ids": [place_id for place_id in ids.values() if place_id is not None]})
+    known = [place_id for place_id in ids.values() if place_id is not None]
+    rows = yield Query(sql, {"queue": queue, "ids": known, "progress": list(PROGRESS)})
     moved = {row[0] for row in rows}
     results = []
     for place in places:

@@ -11,10 +11,11 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 from ergon_framework.connectors.base import ConnectorError
+from ergon_framework.connectors.encryption import Keys, environment_keys, hide_text, reveal_text
 from ergon_framework.connectors.postgres.cleanup import Cleanup, retain_journal
 from ergon_framework.connectors.tracing import MOST
 from ergon_framework.errors import ErgonError
@@ -82,6 +83,22 @@ def write(entries: Sequence[Entry], *, task: str, queue: str, worker: str) -> Op
     yield Query(_WRITE, {"rows": clean, "task": task, "queue": queue, "worker": worker})
 
 
+def _hide(keys: Keys | None, entry: Entry) -> Entry:
+    """Return *entry* with its texts encrypted; once for all tries to write it, which must write the same."""
+    if keys is None or (entry.error is None and not entry.tries):
+        return entry
+    return _with_texts(entry, lambda text: hide_text(keys, text, entry.transaction_id))
+
+
+def _reveal(keys: Keys | None, entry: Entry) -> Entry:
+    return _with_texts(entry, lambda text: reveal_text(keys, text, entry.transaction_id))
+
+
+def _with_texts(entry: Entry, change: Callable[[str | None], str | None]) -> Entry:
+    tries = entry.tries and [{**past, "error": change(past.get("error"))} for past in entry.tries]
+    return entry._replace(error=change(entry.error), tries=tries)
+
+
 # -- for workers ----------------------------------------------------------------------------------------
 
 
@@ -103,6 +120,7 @@ class Journal:
         self._lines = Lines(dsn, most=1, other=RefusedError)
         self._who = {"task": task, "queue": queue, "worker": worker}
         self._cleanup = Cleanup(dsn)
+        self._keys = environment_keys()
         self._retention = retain_journal(keep)
         self._room = room
         self._lock = threading.Lock()
@@ -123,6 +141,7 @@ class Journal:
 
     def note(self, entry: Entry) -> None:
         """Keep *entry* for the next group; any thread may, and none waits."""
+        entry = _hide(self._keys, entry)
         with self._lock:
             if len(self._waiting) >= self._room:
                 self._waiting.popleft()
@@ -218,9 +237,11 @@ def trace(transaction_id: str) -> Operation[list[History]]:
     if not there:
         return []
     rows = yield Query(_READ, {"id": transaction_id, "most": MOST})
+    keys = environment_keys()
     by_queue: dict[str, list[_Row]] = {}
     for queue, task, worker, *entry in reversed(rows):
-        by_queue.setdefault(str(queue), []).append(_Row(str(task), str(worker), Entry(*entry)))
+        found_entry = _reveal(keys, Entry(*entry))
+        by_queue.setdefault(str(queue), []).append(_Row(str(task), str(worker), found_entry))
     return [_history(transaction_id, queue, found) for queue, found in by_queue.items()]
 
 

@@ -25,8 +25,9 @@ from ergon_framework.connectors.base import (
     Settling,
     Unlisten,
 )
-from ergon_framework.connectors.codec import Codec, JsonCodec
+from ergon_framework.connectors.codec import Codec
 from ergon_framework.connectors.deadletters import DeadLetterQuery, DeadLetterRecord, ReplayResult
+from ergon_framework.connectors.encryption import select_codec
 from ergon_framework.connectors.postgres import burials, callers, cleanup, statements, tracing
 from ergon_framework.connectors.postgres.claiming import Claiming
 from ergon_framework.connectors.postgres.dispatching import Dispatch, dispatch
@@ -93,7 +94,7 @@ class PostgresQueue(Connector, AsyncConnector):
         self._name = name
         self._dsn = dsn
         self._lease = lease
-        self._codec = codec or JsonCodec()
+        self._codec = self._select_codec(codec)
         self._inbox = inbox
         self._inbox_days = inbox_days
         self._dead_days = dead_days
@@ -107,6 +108,9 @@ class PostgresQueue(Connector, AsyncConnector):
         self._unhang: Callable[[], None] | None = None
         #: Ends the retention of marks and dead letters; None before the first fetch.
         self._end_retention: list[Callable[[], None]] | None = None
+
+    def _select_codec(self, codec: Codec | None) -> Codec:
+        return select_codec(codec)
 
     def __repr__(self) -> str:
         return f"PostgresQueue({self._name!r})"
@@ -157,7 +161,7 @@ class PostgresQueue(Connector, AsyncConnector):
                     sleeper=self._home.doorbell.sleeper,
                     remind=self._remind,
                 )
-                self._settler = Settler(self._home.tenure, self._claiming, inbox=self._inbox)
+                self._settler = Settler(self._home.tenure, self._claiming, codec=self._codec, inbox=self._inbox)
             return self._home
 
     def _after_fork(self) -> None:

@@ -19,7 +19,8 @@ from ergon_framework.connectors.base import (
     SettleResult,
     Settling,
 )
-from ergon_framework.connectors.codec import UnencodableError, write_headers
+from ergon_framework.connectors.codec import Codec, UnencodableError
+from ergon_framework.connectors.encryption import hide_failure, keys_of, write_envelope
 from ergon_framework.connectors.postgres import statements
 from ergon_framework.connectors.postgres.receipt import Receipt
 from ergon_framework.failure import Failure
@@ -42,9 +43,10 @@ _LONGEST = 1000
 class Settler:
     """Settles for one queue."""
 
-    def __init__(self, tenure: Tenure, claiming: Claiming, *, inbox: bool) -> None:
+    def __init__(self, tenure: Tenure, claiming: Claiming, *, codec: Codec, inbox: bool) -> None:
         self._tenure = tenure
         self._claiming = claiming
+        self._codec = codec
         self._inbox = inbox
         #: Claims whose settlement was sent and never answered.
         self._uncertain: set[Receipt] = set()
@@ -112,7 +114,7 @@ class Settler:
     def settle(self, queue: int, settlings: Sequence[Settling]) -> Operation[tuple[list[SettleResult], bool]]:
         """One result each; and whether something has become ready by it."""
         results = [SettleResult.FAILED] * len(settlings)
-        groups = _grouped(settlings, results)
+        groups = self._grouped(settlings, results)
         try:
             ready = yield from self._settled(queue, groups, results)
         except psycopg.DataError:
@@ -212,23 +214,41 @@ class Settler:
         if kind is Release:
             return Query(statements.RELEASE, given)
         if kind is Later:
-            later = {"delays": [how.delay for *_, how in placed], "headers": [_headers(one) for one in placed]}
+            later = {"delays": [how.delay for *_, how in placed], "headers": [self._headers(one) for one in placed]}
             return Query(statements.LATER, {**given, **later})
-        return Query(statements.DEAD, {**given, **_burial(placed)})
+        return Query(statements.DEAD, {**given, **_burial(placed, self._codec)})
 
+    def _grouped(
+        self, settlings: Sequence[Settling], results: list[SettleResult]
+    ) -> dict[type[Settlement], list[_Placed]]:
+        """By kind; what is no claim of ours is lost, what is no settlement has failed."""
+        groups: dict[type[Settlement], list[_Placed]] = {}
+        for index, (delivery, how) in enumerate(settlings):
+            if not isinstance(delivery.receipt, Receipt):
+                results[index] = SettleResult.LOST
+                continue
+            kind = next((known for known in (Ack, Release, Later, DeadLetter) if isinstance(how, known)), None)
+            if kind is None or not self._writable(delivery, how):
+                continue
+            groups.setdefault(kind, []).append((index, delivery, how))
+        return groups
 
-def _grouped(settlings: Sequence[Settling], results: list[SettleResult]) -> dict[type[Settlement], list[_Placed]]:
-    """By kind; what is no claim of ours is lost, what is no settlement has failed."""
-    groups: dict[type[Settlement], list[_Placed]] = {}
-    for index, (delivery, how) in enumerate(settlings):
-        if not isinstance(delivery.receipt, Receipt):
-            results[index] = SettleResult.LOST
-            continue
-        kind = next((known for known in (Ack, Release, Later, DeadLetter) if isinstance(how, known)), None)
-        if kind is None or not _writable(delivery, how):
-            continue
-        groups.setdefault(kind, []).append((index, delivery, how))
-    return groups
+    def _writable(self, delivery: Delivery, how: Any) -> bool:
+        if isinstance(how, DeadLetter):
+            return how.failure is None or isinstance(how.failure, Failure)
+        if isinstance(how, Later):
+            try:
+                self._headers((0, delivery, how))
+            except UnencodableError:
+                return False
+        return True
+
+    def _headers(self, placed: _Placed) -> str | None:
+        """The envelope that a transaction comes back with; what could not be read comes back as it was."""
+        _, delivery, how = placed
+        if not delivery.receipt.readable:
+            return None
+        return json.dumps(write_envelope(self._codec, how.apply(delivery.transaction)))
 
 
 def _claim(receipt: Receipt) -> _Claim:
@@ -259,28 +279,9 @@ def _keys(placed: Iterable[_Placed]) -> Iterator[str]:
             yield delivery.receipt.key
 
 
-def _writable(delivery: Delivery, how: Any) -> bool:
-    if isinstance(how, DeadLetter):
-        return how.failure is None or isinstance(how.failure, Failure)
-    if isinstance(how, Later):
-        try:
-            _headers((0, delivery, how))
-        except UnencodableError:
-            return False
-    return True
-
-
-def _headers(placed: _Placed) -> str | None:
-    """The envelope that a transaction comes back with; what could not be read comes back as it was."""
-    _, delivery, how = placed
-    if not delivery.receipt.readable:
-        return None
-    return json.dumps(write_headers(how.apply(delivery.transaction)))
-
-
-def _burial(placed: list[_Placed]) -> dict[str, list[Any]]:
+def _burial(placed: list[_Placed], codec: Codec) -> dict[str, list[Any]]:
     dead: list[tuple[Delivery, DeadLetter]] = [(delivery, how) for _, delivery, how in placed]
-    failures = [how.failure for _, how in dead]
+    failures = [hide_failure(keys_of(codec), how.failure) for _, how in dead]
     return {
         "reasons": fitting(how.reason for _, how in dead),
         "names": fitting(delivery.transaction.id for delivery, _ in dead),

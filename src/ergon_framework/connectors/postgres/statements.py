@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from ergon_framework.connectors.codec import PROGRESS
+
 CHANNEL: Final = "ergon"
 
 # -- start ----------------------------------------------------------------------------------------
@@ -400,10 +402,17 @@ select id, worker, token from own
     moved=_moved("first_time", deliveries=1),
 )
 
+
+def _changed(old: str, new: str) -> str:
+    """The headers that a message comes back with: those of its body, as the id of its key, stay."""
+    progress = ", ".join(f"'{name}'" for name in PROGRESS)
+    return f"case jsonb_typeof({old}) when 'object' then {old} - array[{progress}] else '{{}}' end || {new}::jsonb"
+
+
 LATER: Final = """
 with {given}, {emptied}, {leave}, {turns}, {first_time}, {moved},
 changed as (
-    update ergon.content c set headers = o.headers::jsonb
+    update ergon.content c set headers = {again}
     from own o where o.rank is null and c.id = o.id and o.headers is not null
 ),
 back as (
@@ -420,7 +429,8 @@ select id, worker, token from own
     leave=_LEAVE,
     turns=_TURNS,
     first_time=_LEAVING.format(of_ready="r.*, o.delay, o.headers as changed"),
-    moved=_moved("first_time", headers="coalesce(changed::jsonb, headers)"),
+    moved=_moved("first_time", headers=f"coalesce({_changed('headers', 'changed')}, headers)"),
+    again=_changed("c.headers", "o.headers"),
 )
 
 _BURIAL: Final = """

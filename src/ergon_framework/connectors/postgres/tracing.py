@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple
 
 from ergon_framework.connectors.base import UndecodableError
 from ergon_framework.connectors.codec import read_headers
+from ergon_framework.connectors.encryption import environment_keys, reveal_envelope, reveal_failure
 from ergon_framework.connectors.postgres.headers import texts
 from ergon_framework.connectors.tracing import MOST, about, created, dead
 from ergon_framework.failure import Failure
@@ -174,14 +175,16 @@ def _place(row: _Waiting) -> Place:
 
 def _envelope(given: Any) -> Mapping[str, Any]:
     """What the headers say; nothing where they are somebody else's, or broken."""
+    headers = texts(given)
     try:
-        return read_headers(texts(given))
+        envelope = read_headers(headers)
     except UndecodableError:
         return {}
+    return reveal_envelope(environment_keys(), envelope, headers)
 
 
 def _failure(text: str | None) -> Failure | None:
     try:
-        return None if text is None else Failure.model_validate_json(text)
+        return None if text is None else reveal_failure(environment_keys(), Failure.model_validate_json(text))
     except ValueError:  # of another release
         return None

@@ -20,6 +20,7 @@ from pika.exceptions import AMQPError, ChannelClosedByBroker, NackError, Unrouta
 from ergon_framework.connectors.base import DeadLetter, Delivery
 from ergon_framework.connectors.codec import Codec, UnencodableError
 from ergon_framework.connectors.deadletters import Became, DeadLetterQuery, DeadLetterRecord, ReplayResult
+from ergon_framework.connectors.encryption import hide_record, reveal_record
 from ergon_framework.connectors.rabbitmq import topology
 from ergon_framework.connectors.rabbitmq.fields import FaithfulSelectConnection
 from ergon_framework.connectors.rabbitmq.message import Message, Outgoing, Receipt, fresh
@@ -35,11 +36,12 @@ _PAUSE: Final = 0.02
 _numbers = itertools.count()
 
 
-def buried(queue: str, delivery: Delivery, how: DeadLetter, *, headers: dict[str, str]) -> Outgoing:
+def buried(queue: str, delivery: Delivery, how: DeadLetter, *, headers: dict[str, str], codec: Codec) -> Outgoing:
     """The record of *delivery* as a message."""
     own = None if delivery.error is None else headers
     at = time.time()
-    record = DeadLetterRecord.of(delivery, how, queue=queue, at=at, headers=own, place=_place(at))
+    whole = DeadLetterRecord.of(delivery, how, queue=queue, at=at, headers=own, place=_place(at))
+    record = hide_record(codec, whole)
     properties = pika.BasicProperties(
         headers={_MARK: "1"}, delivery_mode=2, content_type="application/json", message_id=record.place
     )
@@ -150,7 +152,7 @@ class Graves:
     def _record(self, message: Message) -> DeadLetterRecord:
         if _MARK in message.table:
             try:
-                return DeadLetterRecord.model_validate_json(message.body)
+                return reveal_record(self._codec, DeadLetterRecord.model_validate_json(message.body))
             except ValueError:
                 pass  # somebody else's, with our mark: it is shown as what it is
         deaths: Any = message.table.get("x-death")

@@ -9,11 +9,11 @@ from typing import Any, Final, NamedTuple
 from pika import BasicProperties
 
 from ergon_framework.connectors.base import UndecodableError
-from ergon_framework.connectors.codec import WIRE, Codec, Decoded, decode
+from ergon_framework.connectors.codec import PROGRESS, WIRE, Codec, Decoded, decode
 from ergon_framework.connectors.rabbitmq.fields import Properties, Timestamp
 
 #: The headers of an envelope.
-HEADERS: Final = frozenset(row.header for row in WIRE)
+HEADERS: Final = frozenset((*(row.header for row in WIRE), *PROGRESS))
 #: How many deliveries a message had before it was last sent on: the server counts anew from there.
 DELIVERED: Final = "ergon-delivered"
 #: Since when it is, or will be, ready; in seconds since the epoch.

@@ -27,9 +27,10 @@ from ergon_framework.connectors.base import (
     Settling,
     Unlisten,
 )
-from ergon_framework.connectors.codec import Codec, JsonCodec
+from ergon_framework.connectors.codec import Codec
 from ergon_framework.connectors.daemons import Daemons
 from ergon_framework.connectors.deadletters import DeadLetterQuery, DeadLetterRecord, ReplayResult
+from ergon_framework.connectors.encryption import select_codec
 from ergon_framework.connectors.outage import public_address
 from ergon_framework.connectors.rabbitmq.address import VARIABLE, parameters
 from ergon_framework.connectors.rabbitmq.examining import examined
@@ -76,7 +77,7 @@ class RabbitMQQueue(Connector, AsyncConnector):
                 raise ConfigurationError(f"{words} must be a finite number of seconds > 0, not {seconds!r}")
         self._name = name
         self._url = url
-        self._codec = codec or JsonCodec()
+        self._codec = select_codec(codec)
         self._dead_days = dead_days
         self._consumer_timeout = consumer_timeout
         self._timeout = timeout
@@ -152,6 +153,7 @@ class RabbitMQQueue(Connector, AsyncConnector):
                 self._station = Station(
                     self._name,
                     self._line,
+                    codec=self._codec,
                     dead_days=self._dead_days,
                     arrived=self._arrivals.arrived,
                     lost=self._arrivals.lost,

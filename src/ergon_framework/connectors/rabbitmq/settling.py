@@ -20,7 +20,8 @@ from ergon_framework.connectors.base import (
     SettleResult,
     Settling,
 )
-from ergon_framework.connectors.codec import UnencodableError, write_headers
+from ergon_framework.connectors.codec import Codec, UnencodableError
+from ergon_framework.connectors.encryption import write_envelope
 from ergon_framework.connectors.rabbitmq import graves, topology
 from ergon_framework.connectors.rabbitmq.consumer import Consumer
 from ergon_framework.connectors.rabbitmq.message import Message, Outgoing
@@ -37,8 +38,9 @@ SETTLED, LOST, FAILED = SettleResult.SETTLED, SettleResult.LOST, SettleResult.FA
 class Settler:
     """Settles for one queue; lives on the line's own thread."""
 
-    def __init__(self, queue: str, consumer: Consumer, sender: Sender) -> None:
+    def __init__(self, queue: str, consumer: Consumer, sender: Sender, *, codec: Codec) -> None:
         self._queue = queue
+        self._codec = codec
         self._consumer = consumer
         self._sender = sender
 
@@ -121,7 +123,7 @@ class Settler:
         written: dict[str, str] | None = None
         if delivery.error is None:  # what could not be read comes back as it was
             try:
-                written = write_headers(how.apply(delivery.transaction))
+                written = write_envelope(self._codec, how.apply(delivery.transaction))
             except UnencodableError:
                 return None
         wait = topology.step(how.delay) if how.delay > 0 else 0
@@ -134,8 +136,8 @@ class Settler:
         if how.failure is not None and not isinstance(how.failure, Failure):
             return None
         try:
-            return graves.buried(self._queue, delivery, how, headers=message.headers)
-        except (ValueError, TypeError):
+            return graves.buried(self._queue, delivery, how, headers=message.headers, codec=self._codec)
+        except (ValueError, TypeError, UnencodableError):
             return None
 
 

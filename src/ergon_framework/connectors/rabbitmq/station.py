@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from ergon_framework.connectors.base import Depth
+from ergon_framework.connectors.codec import Codec
 from ergon_framework.connectors.rabbitmq import topology
 from ergon_framework.connectors.rabbitmq.consumer import Consumer
 from ergon_framework.connectors.rabbitmq.declaring import Declarer
@@ -26,6 +27,7 @@ class Station:
         queue: str,
         line: Line,
         *,
+        codec: Codec,
         dead_days: float | None,
         arrived: Callable[[], None],
         lost: Callable[[Sequence[Any]], None],
@@ -42,7 +44,7 @@ class Station:
             lost=lost,
             give_back=self._give_back,
         )
-        self.settler = Settler(queue, self.consumer, self._sender)
+        self.settler = Settler(queue, self.consumer, self._sender, codec=codec)
 
     async def open(self) -> None:
         """Have the queues, and say once what the server's confirmations are worth."""

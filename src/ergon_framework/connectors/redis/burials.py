@@ -7,8 +7,10 @@ import re
 from collections.abc import Collection, Sequence
 from typing import Any, Final
 
-from ergon_framework.connectors.base import ConnectorError, DeadLetter, Delivery
+from ergon_framework.connectors.base import ConnectorError, DeadLetter, Delivery, MissingKeyError
+from ergon_framework.connectors.codec import Codec
 from ergon_framework.connectors.deadletters import Became, DeadLetterQuery, DeadLetterRecord, ReplayResult
+from ergon_framework.connectors.encryption import hide_failure, keys_of, reveal_failure
 from ergon_framework.connectors.redis import scripts
 from ergon_framework.connectors.redis.keys import Keys
 from ergon_framework.connectors.redis.messages import CHANGING, Messages
@@ -25,7 +27,7 @@ _AT_ONCE: Final = 500
 _BECAME: Final = {"g": Became.GONE, "f": Became.FAILED, "s": Became.REPLAYED}
 
 
-def said(delivery: Delivery, letter: DeadLetter) -> str:
+def said(delivery: Delivery, letter: DeadLetter, codec: Codec) -> str:
     """The fields that are added to a message that is buried, as JSON."""
     about = {
         "id": delivery.transaction.id,
@@ -33,8 +35,9 @@ def said(delivery: Delivery, letter: DeadLetter) -> str:
         "deliveries": str(delivery.receipt.deliveries),
         "readable": str(int(delivery.receipt.readable)),
     }
-    if letter.failure is not None:
-        about["failure"] = letter.failure.model_dump_json()
+    failure = hide_failure(keys_of(codec), letter.failure)
+    if failure is not None:
+        about["failure"] = failure.model_dump_json()
     return json.dumps([part for name, text in about.items() for part in (_ABOUT + name, text)])
 
 
@@ -83,10 +86,10 @@ def _record(entry: Sequence[Any], messages: Messages, name: str) -> DeadLetterRe
     body, headers = messages.split(own)
     transaction, error = messages.read(body, headers)
     readable = error is None and about.get("readable") != "0"
-    if not readable:
+    if not readable and not isinstance(error, MissingKeyError):
         transaction = Transaction(about.get("id") or transaction.id, body, source=name)
-    failure = about.get("failure")
-    letter = DeadLetter(about.get("reason", ""), None if failure is None else Failure.model_validate_json(failure))
+    failure = None if "failure" not in about else Failure.model_validate_json(about["failure"])
+    letter = DeadLetter(about.get("reason", ""), reveal_failure(keys_of(messages.codec), failure))
     return DeadLetterRecord.of(
         Delivery(transaction, place, int(about.get("deliveries", 1))),
         letter,

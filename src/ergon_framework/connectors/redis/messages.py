@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from ergon_framework.connectors.base import UndecodableError
+from ergon_framework.connectors.base import MissingKeyError, UndecodableError
 from ergon_framework.connectors.codec import PROGRESS, WIRE, Codec, UnencodableError, decode, to_json
 from ergon_framework.connectors.redis.scripts import PACKED
 from ergon_framework.transaction import Transaction
@@ -27,14 +27,14 @@ class Messages:
     """
 
     def __init__(self, codec: Codec, *, name: str, body: str) -> None:
-        self._codec = codec
+        self.codec = codec
         self._name = name
         self._body = body
         self._field = body.encode()
 
     def fields(self, transaction: Transaction) -> list[str | bytes]:
         """The fields and values of *transaction*."""
-        body, headers = self._codec.encode(transaction)
+        body, headers = self.codec.encode(transaction)
         if self._body in headers:
             raise UnencodableError(f"a header of transaction {transaction.id!r} is called {self._body!r}, as the body")
         fields: list[str | bytes] = [self._field, body]
@@ -54,12 +54,14 @@ class Messages:
                 headers[_NAMES.get(name) or name.decode(errors="replace")] = value.decode(errors="replace")
         return (to_json(headers).encode() if body is None else body), headers
 
-    def read(self, body: bytes, headers: Mapping[str, str]) -> tuple[Transaction, UndecodableError | None]:
+    def read(
+        self, body: bytes, headers: Mapping[str, str]
+    ) -> tuple[Transaction, UndecodableError | MissingKeyError | None]:
         """The transaction of an entry, or a stand-in for it and why."""
         try:
-            return self._codec.decode(body, headers, source=self._name), None
+            return self.codec.decode(body, headers, source=self._name), None
         except Exception:  # noqa: BLE001 - whatever it is, the next line tells it
-            return decode(self._codec, body, headers, source=self._name)
+            return decode(self.codec, body, headers, source=self._name)
 
 
 def counted(headers: Mapping[str, str]) -> int:

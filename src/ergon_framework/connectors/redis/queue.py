@@ -28,8 +28,9 @@ from ergon_framework.connectors.base import (
     Settling,
     Unlisten,
 )
-from ergon_framework.connectors.codec import Codec, JsonCodec
+from ergon_framework.connectors.codec import Codec
 from ergon_framework.connectors.deadletters import DeadLetterQuery, DeadLetterRecord, ReplayResult
+from ergon_framework.connectors.encryption import select_codec
 from ergon_framework.connectors.outage import public_address
 from ergon_framework.connectors.redis import burials, scripts
 from ergon_framework.connectors.redis.claiming import GROUP, Claiming
@@ -91,7 +92,7 @@ class RedisQueue(Connector, AsyncConnector):
         self._keys = keys_of(name, stream)
         self._url = url
         self._lease = lease
-        self._codec = codec or JsonCodec()
+        self._codec = select_codec(codec)
         self._messages = Messages(self._codec, name=name, body=body)
         self._dead_days = dead_days
         self._lock = threading.Lock()
@@ -109,7 +110,7 @@ class RedisQueue(Connector, AsyncConnector):
         self._owner = os.getpid()
         consumer = f"{socket.gethostname()[:60]}:{self._owner}:{secrets.token_hex(6)}"
         self._claiming = Claiming(self._keys, self._messages, consumer=consumer, lease=self._lease)
-        self._settler = Settler(self._keys, self._claiming)
+        self._settler = Settler(self._keys, self._claiming, codec=self._codec)
         self._bell = self._new_bell()
 
     def _new_bell(self) -> Doorbell:

@@ -17,7 +17,8 @@ from ergon_framework.connectors.base import (
     SettleResult,
     Settling,
 )
-from ergon_framework.connectors.codec import UnencodableError, write_headers
+from ergon_framework.connectors.codec import Codec, UnencodableError
+from ergon_framework.connectors.encryption import write_envelope
 from ergon_framework.connectors.redis import scripts
 from ergon_framework.connectors.redis.burials import said
 from ergon_framework.connectors.redis.claiming import GROUP, Claiming
@@ -41,7 +42,10 @@ _FORGOTTEN: Final = 10_000
 class Settler:
     """Settles for one queue."""
 
-    def __init__(self, keys: Keys, claiming: Claiming, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, keys: Keys, claiming: Claiming, *, codec: Codec, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._codec = codec
         self._keys = (keys.stream, keys.later, keys.due, keys.free, keys.dead, keys.bell)
         self._claiming = claiming
         self._clock = clock
@@ -69,7 +73,7 @@ class Settler:
                 results[index] = SettleResult.LOST
             elif type(how) is Ack:
                 acks.setdefault(receipt.consumer, []).append((index, receipt))
-            elif (told := _words(delivery, how)) is not None:
+            elif (told := _words(delivery, how, self._codec)) is not None:
                 others.setdefault(receipt.consumer, []).append(((index, receipt), told))
                 ready = ready or isinstance(how, Release) or (isinstance(how, Later) and how.delay <= 0)
         for consumer, placed in acks.items():
@@ -132,7 +136,7 @@ class Settler:
         return told is not None and told[0] == how and self._clock() < told[1]
 
 
-def _words(delivery: Delivery, how: Any) -> tuple[Any, ...] | None:
+def _words(delivery: Delivery, how: Any, codec: Codec) -> tuple[Any, ...] | None:
     """What the script is told of a settlement; None for what it cannot be told."""
     receipt = delivery.receipt
     try:
@@ -140,9 +144,9 @@ def _words(delivery: Delivery, how: Any) -> tuple[Any, ...] | None:
             return ("release", receipt.id, receipt.times, *_NOTHING)
         if isinstance(how, Later):
             delay = round(how.delay * 1000)
-            return ("later", receipt.id, receipt.times, delay, *_changes(delivery, how))
+            return ("later", receipt.id, receipt.times, delay, *_changes(delivery, how, codec))
         if isinstance(how, DeadLetter) and (how.failure is None or isinstance(how.failure, Failure)):
-            return ("dead", receipt.id, receipt.times, said(delivery, how), "", "")
+            return ("dead", receipt.id, receipt.times, said(delivery, how, codec), "", "")
         if isinstance(how, Ack):  # a kind of it
             return ("ack", receipt.id, receipt.times, *_NOTHING)
     except (UnencodableError, UnicodeError, ValueError):
@@ -150,13 +154,13 @@ def _words(delivery: Delivery, how: Any) -> tuple[Any, ...] | None:
     return None
 
 
-def _changes(delivery: Delivery, later: Later) -> tuple[str, str]:
+def _changes(delivery: Delivery, later: Later, codec: Codec) -> tuple[str, str]:
     """The names of the fields that go, and those that come in their place; what could not be read stays as it was."""
     free = delivery.receipt.deliveries - 1
     changed = {DELIVERIES: str(free)} if free else {}
     if not delivery.receipt.readable:
         return json.dumps([DELIVERIES]), _flat(changed)
-    headers = write_headers(later.apply(delivery.transaction))
+    headers = write_envelope(codec, later.apply(delivery.transaction))
     return _CHANGING, _flat(changed | {name: headers[name] for name in CHANGING if name in headers})
 
 

@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 from ergon_framework.connectors.base import Delivery
+from ergon_framework.connectors.codec import Codec
 from ergon_framework.connectors.postgres import PostgresQueue
 from ergon_framework.connectors.postgres.home import Home
 from ergon_framework.connectors.postgres.receipt import Receipt
@@ -48,6 +49,10 @@ class JobQueue(PostgresQueue):
         self._room = room
         #: To be set when there may be more room.
         self.freed = asyncio.Event()
+
+    def _select_codec(self, codec: Codec | None) -> Codec:
+        # Jobs are written by functions of the database, which do not encrypt.
+        return codec or CODEC
 
     @property
     def address(self) -> str:
