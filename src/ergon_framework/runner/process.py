@@ -20,10 +20,11 @@ from signal import Signals
 from threading import Thread
 from typing import Any, TypeAlias
 
-from ergon_framework.errors import ConfigurationError
+from ergon_framework.errors import ConfigurationError, ConnectionLost
 from ergon_framework.runner.exits import Exit, exit_of
 from ergon_framework.runner.health import STARTING, Health
 from ergon_framework.runner.measuring import measured, measured_async
+from ergon_framework.runner.opening import Opening
 from ergon_framework.runner.signals import heard
 from ergon_framework.runner.stages import Stage
 from ergon_framework.runner.stopping import Stopping
@@ -34,7 +35,7 @@ from ergon_framework.task.base import AsyncTask, Task
 from ergon_framework.task.gates import Gate
 from ergon_framework.task.loops import loops_of
 from ergon_framework.task.mixins.policies import ConsumerPolicy, ProducerPolicy
-from ergon_framework.task.report import Outcome, Report
+from ergon_framework.task.report import End, Outcome, Report
 from ergon_framework.telemetry import names
 from ergon_framework.telemetry.metrics import Bound, Counts, Numbers, registry_of
 from ergon_framework.telemetry.options import options_of
@@ -120,6 +121,7 @@ class Process:
         self._stage: Stage | None = None
         self._drained = inf
         self._stopping = Stopping(consumer)
+        self._opening = Opening(consumer, policy)
         self._tokens: Tokens[Signals | Order | _Over | Ended] = Tokens()
         self._report: Report | None = None
         self._left = 0
@@ -147,7 +149,9 @@ class Process:
         if self._stage is not None:
             return Health(not stuck, ready=False, reasons=(*stuck, f"stopping: {self._stage.value}"))
         if troubles is None:
-            return Health(not stuck, ready=False, reasons=(*stuck, *STARTING.reasons))
+            unopened = self._opening.trouble
+            reasons = STARTING.reasons if unopened is None else (masked(unopened),)
+            return Health(not stuck, ready=False, reasons=(*stuck, *reasons))
         return Health(not stuck, not stuck and not troubles, (*stuck, *map(masked, troubles)))
 
     # -- the main thread ------------------------------------------------------------------------
@@ -190,6 +194,7 @@ class Process:
             self._shorten(self._grace)
             self._drained = time.monotonic() + self._grace
             self._stopping.ask()
+            self._opening.stop()
             self._enter(Stage.DRAINING)
         if hurry:
             # That ends the drain; what is left then is to settle and to close.
@@ -224,14 +229,20 @@ class Process:
         self._tokens.put(ended)
 
     def _consume(self) -> Report:
-        with self._task.opened(), measured(self._task, self._depth):
+        while True:
             try:
-                report: Report = self._task.consume_transactions(self._policy, gates=self._gates, **self._told)
-            except BaseException as error:
-                self._over(getattr(error, "report", None))
-                raise
-            self._over(report)
-            return report
+                with self._task.opened(), measured(self._task, self._depth):
+                    self._opening.note_success()
+                    try:
+                        report: Report = self._task.consume_transactions(self._policy, gates=self._gates, **self._told)
+                    except BaseException as error:
+                        self._over(getattr(error, "report", None))
+                        raise
+                    self._over(report)
+                    return report
+            except ConnectionLost as error:
+                if self._opening.wait(self._opening.note_failure(error)):
+                    return Report(end=End.STOP)
 
     def _work_async(self) -> Report:
         runner = asyncio.Runner(loop_factory=_loop_factory())
@@ -246,16 +257,23 @@ class Process:
         if self._blocked is not None:
             self._watchdog = Watchdog(self._task, self._blocked).start()
         try:
-            async with self._task.opened(), measured_async(self._task, self._depth):
+            while True:
                 try:
-                    report: Report = await self._task.consume_transactions(
-                        self._policy, gates=self._gates, **self._told
-                    )
-                except BaseException as error:
-                    self._over(getattr(error, "report", None))
-                    raise
-                self._over(report)
-                return report
+                    async with self._task.opened(), measured_async(self._task, self._depth):
+                        self._opening.note_success()
+                        try:
+                            report: Report = await self._task.consume_transactions(
+                                self._policy, gates=self._gates, **self._told
+                            )
+                        except BaseException as error:
+                            self._over(getattr(error, "report", None))
+                            raise
+                        self._over(report)
+                        return report
+                except ConnectionLost as error:
+                    delay = self._opening.note_failure(error)
+                    if await asyncio.to_thread(self._opening.wait, delay):
+                        return Report(end=End.STOP)
         finally:
             if self._watchdog is not None:
                 self._watchdog.stop()

@@ -9,15 +9,24 @@ from psycopg import errors
 
 from ergon_framework.errors import ConfigurationError, ConnectionLost, ErgonError
 
-#: The server is there but cannot serve: it starts, stops, or has become a standby.
-_AWAY: Final = (
-    errors.AdminShutdown,
-    errors.CrashShutdown,
-    errors.CannotConnectNow,
-    errors.IdleSessionTimeout,
-    errors.ReadOnlySqlTransaction,
-    errors.TooManyConnections,
-)
+#: SQLSTATE, or its class, of a server that is there and cannot serve at present, with the cause. It is waited for like
+#: a server that is out of reach. The longest match decides.
+_UNAVAILABLE: Final = {
+    "53": "the database is short of resources",
+    "53100": "the disk of the database is full",
+    "53200": "the database is out of memory",
+    "53300": "the database accepts no more connections",
+    "53400": "the database has reached a limit of its configuration",
+    "58000": "the database has an error of its operating system",
+    "58030": "the database cannot read or write its files",
+    "25006": "the database is read-only, as a standby is",
+    "55P03": "the database did not grant a lock in time",
+    "57014": "the database cancelled the statement",
+    "57P01": "the database is being stopped",
+    "57P02": "the database is restarting after a crash",
+    "57P03": "the database is starting or stopping",
+    "57P05": "the database ended the idle session",
+}
 _UNMADE: Final = (errors.InvalidSchemaName, errors.UndefinedTable, errors.UndefinedColumn, errors.UndefinedFunction)
 _REFUSED: Final = (
     errors.InvalidPassword,
@@ -45,9 +54,17 @@ def translated(error: psycopg.Error, *, broken: bool, other: type[ErgonError] = 
         )
     if isinstance(error, _REFUSED):
         return ConfigurationError(f"the database refuses: {_words(error)}")
-    if broken or isinstance(error, _AWAY):
+    if cause := unavailability_of(error):
+        return ConnectionLost(f"{cause}: {_words(error)}")
+    if broken:
         return ConnectionLost(f"the database is out of reach: {_words(error)}")
     return other(f"the database answered with {type(error).__name__}: {_words(error)}")
+
+
+def unavailability_of(error: psycopg.Error) -> str:
+    """Return why the server cannot serve at present, by the SQLSTATE of *error*; empty where that is not the cause."""
+    state = error.sqlstate or ""
+    return _UNAVAILABLE.get(state) or _UNAVAILABLE.get(state[:2], "")
 
 
 def _words(error: psycopg.Error) -> str:

@@ -9,6 +9,7 @@ from ergon_framework.connectors.base import Delivery
 from ergon_framework.engine.effects import Call, Script, call, gone, sleep
 from ergon_framework.engine.outcome import Err, Expired, Ok, Stopped
 from ergon_framework.errors import Category, ConnectionLost, ErgonError, is_sound, text
+from ergon_framework.failure import describe
 from ergon_framework.task.exceptions import FetchException, FetchTimeoutException
 from ergon_framework.task.report import End
 from ergon_framework.transaction import Transaction
@@ -69,7 +70,7 @@ class Fetcher:
                 return list(answer.value)
             if isinstance(error, End):
                 return error
-            self.failing = type(error.__cause__ or error).__name__
+            self.failing = _summarize(error.__cause__ or error)
             if self._patient and isinstance(error.__cause__, ConnectionLost):
                 delay = retry.delay(lost, self._senses.dice)
                 lost += 1
@@ -175,6 +176,12 @@ def _is_hashable(receipt: Any) -> bool:
     except TypeError:
         return False
     return True
+
+
+def _summarize(error: BaseException) -> str:
+    """Name *error* for probes; only a lost connection says more, because other messages may quote a payload."""
+    name = type(error).__name__
+    return f"{name}: {describe(error)}" if isinstance(error, ConnectionLost) else name
 
 
 def _read(cause: BaseException) -> FetchException:

@@ -25,7 +25,7 @@ def test_the_examples_of_the_documentation_hold(module):
     assert doctest.testmod(module, raise_on_error=True).attempted > 0
 
 
-@pytest.mark.spec("CNN-07")
+@pytest.mark.spec("CNN-07", "SEC-15")
 @pytest.mark.parametrize(
     "error, kind, words",
     [
@@ -41,9 +41,11 @@ def test_the_examples_of_the_documentation_hold(module):
         (exceptions.TryAgainError("Multiple keys"), ConnectionLost, "ask again"),
         (exceptions.AuthenticationError("WRONGPASS"), ConfigurationError, "check the user"),
         (exceptions.NoPermissionError("no permissions"), ConfigurationError, "check the user"),
-        (exceptions.OutOfMemoryError("command not allowed"), ConnectorError, "raise maxmemory"),
+        (exceptions.OutOfMemoryError("command not allowed"), ConnectionLost, "raise maxmemory"),
+        (exceptions.ResponseError("OOM command not allowed"), ConnectionLost, "raise maxmemory"),
+        (exceptions.ResponseError("MISCONF cannot persist"), ConnectionLost, "cannot write to its disk"),
         (exceptions.ResponseError("WRONGTYPE Operation"), ConfigurationError, "another name"),
-        (exceptions.ResponseError("MISCONF cannot persist"), ConnectorError, "MISCONF"),
+        (exceptions.ResponseError("ERR unknown command"), ConnectorError, "unknown command"),
     ],
 )
 def test_each_error_says_what_to_do(error, kind, words):

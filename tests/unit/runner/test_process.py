@@ -370,8 +370,87 @@ def test_a_process_without_a_line_to_its_broker_is_live_but_not_ready():
     process = Process(consumer(queue)(lambda order: None), policy)
     Thread(target=look, daemon=True).start()
     process.run()
-    away = Health(live=True, ready=False, reasons=("the connector cannot be read: ConnectionLost",))
+    why = "the connector cannot be read: ConnectionLost: no line to db:5432, password=[hidden]"
+    away = Health(live=True, ready=False, reasons=(why,))
     assert found == [away, Health(live=True, ready=True)]
+
+
+class Unopened(MemoryConnector):
+    """Cannot be opened until it is let go."""
+
+    def __init__(self):
+        super().__init__("orders")
+        self.available = Event()
+        self.attempts = 0
+
+    def open(self):
+        self.attempts += 1
+        if not self.available.is_set():
+            raise ConnectionLost("the disk of the database is full, password=hidden")
+
+    async def open_async(self):
+        self.open()
+
+
+async def handle_async(order): ...
+
+
+OPENING = ConsumerPolicy.load({"loop": {"streaming": True}, "steps": {"fetch": {"retry": {"backoff": 0.01}}}})
+HANDLERS = {"def": lambda order: None, "async def": handle_async}
+
+
+def wait_for_health(process, reason):
+    until = time.monotonic() + 10
+    while process.health().reasons != reason and time.monotonic() < until:
+        time.sleep(0.01)
+    return process.health()
+
+
+@pytest.mark.spec("SEC-15")
+@pytest.mark.parametrize("flavour", HANDLERS)
+def test_a_start_waits_for_a_server_that_is_unavailable_and_names_the_cause(flavour):
+    queue, found = Unopened(), []
+    process = Process(consumer(queue)(HANDLERS[flavour]), OPENING)
+    why = "the connector cannot be opened: ConnectionLost: the disk of the database is full, password=[hidden]"
+
+    def look():
+        found.append(wait_for_health(process, (why,)))
+        queue.available.set()
+        found.append(wait_for_health(process, ()))
+        process.order(Order.STOP)
+
+    Thread(target=look, daemon=True).start()
+    ended = process.run()
+    assert (ended.exit, ended.error) == (Exit.OK, None)
+    assert found == [Health(live=True, ready=False, reasons=(why,)), Health(live=True, ready=True)]
+    assert queue.attempts > 1
+
+
+@pytest.mark.spec("SEC-15", "CON-36")
+@pytest.mark.parametrize("flavour", HANDLERS)
+def test_a_stop_ends_a_start_that_waits(flavour):
+    queue = Unopened()
+    retry = {"backoff": 3600.0, "cap": 0.0}
+    policy = ConsumerPolicy.load({"loop": {"streaming": True}, "steps": {"fetch": {"retry": retry}}})
+    process = Process(consumer(queue)(HANDLERS[flavour]), policy)
+
+    def look():
+        until = time.monotonic() + 10
+        while process.health().reasons == ("starting",) and time.monotonic() < until:
+            time.sleep(0.01)
+        process.order(Order.STOP)
+
+    Thread(target=look, daemon=True).start()
+    ended = process.run()
+    assert (ended.exit, ended.report.end, queue.attempts) == (Exit.OK, End.STOP, 1)
+
+
+@pytest.mark.spec("SEC-15")
+@pytest.mark.parametrize("flavour", HANDLERS)
+def test_a_run_that_ends_with_its_queue_does_not_wait_at_its_start(flavour):
+    queue = Unopened()
+    ended = Process(consumer(queue)(HANDLERS[flavour]), ConsumerPolicy()).run()
+    assert (ended.exit, type(ended.error), queue.attempts) == (Exit.FAILED, ConnectionLost, 1)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from ergon_framework.task.gates import Pause
 from ergon_framework.task.loops import Loops, loops_of
 
 POLICY = ConsumerPolicy.load({"loop": {"streaming": True, "limit": 1}, "steps": {"fetch": {"retry": {"backoff": 0.0}}}})
-LOST = "the connector cannot be read: ConnectionLost"
+LOST = "the connector cannot be read: ConnectionLost: no line"
 
 
 class Away(MemoryConnector):

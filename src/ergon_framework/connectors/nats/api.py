@@ -25,8 +25,10 @@ WRONG_LAST_SEQUENCE: Final = 10071
 #: A deletion failed: because there is no such message, or because its store is closed already; the words say which.
 NOT_DELETED: Final = 10057
 _NOTHING_THERE: Final = ("EOF", "no message found", "deleted message")
-#: The server is there and cannot do it now: it starts, or a leader is being chosen.
+#: The server is there and cannot do it now: it starts, a leader is being chosen, or it is short of resources.
 _NOT_NOW: Final = frozenset({503})
+#: The same under other codes: the limits of the account, of memory and of the disk, and a stream that is full.
+_FULL: Final = frozenset({10002, 10023, 10028, 10047, 10077})
 _SECOND: Final = 1_000_000_000
 #: How many are read at once when a stream is gone through.
 _PAGE: Final = 256
@@ -84,7 +86,7 @@ def refuse(answer: bytes) -> dict[str, Any]:
     error = told.get("error")
     if error:
         words, number = str(error.get("description", "")), int(error.get("err_code", 0))
-        if error.get("code") in _NOT_NOW:
+        if error.get("code") in _NOT_NOW or number in _FULL:
             raise ConnectionLost(f"JetStream cannot do that now: {words}")
         raise ApiError(words, number=number)
     return told

@@ -12,6 +12,7 @@ from typing import Final
 from ergon_framework.connectors.base import Confirmation
 from ergon_framework.connectors.codec import Codec, UnencodableError
 from ergon_framework.connectors.nats import api
+from ergon_framework.connectors.nats.frames import Heard
 from ergon_framework.connectors.nats.line import Line, Request
 from ergon_framework.connectors.nats.naming import Names
 from ergon_framework.errors import ConnectionLost
@@ -68,6 +69,7 @@ class Dispatcher:
 
     async def _confirmed(self, transactions: Sequence[Transaction], requests: Sequence[Request]) -> list[Confirmation]:
         confirmed: list[Confirmation | None] = [None] * len(requests)
+        refusal = ""
         end = time.monotonic() + self._patience
         while True:
             missing = [index for index, known in enumerate(confirmed) if known is None]
@@ -77,30 +79,31 @@ class Dispatcher:
                 line = await self._line()
                 answers = await line.ask_all([requests[index] for index in missing])
                 for index, answer in zip(missing, answers, strict=True):
-                    if answer is not None:
-                        confirmed[index] = _confirmation(transactions[index].id, answer.data)
+                    confirmed[index], said = _confirmation(transactions[index].id, answer)
+                    refusal = said or refusal
             except ConnectionLost:
                 if time.monotonic() + _PAUSE >= end:
                     raise
             else:
                 left = sum(known is None for known in confirmed)
                 if left and time.monotonic() + _PAUSE >= end:
-                    raise ConnectionLost(f"JetStream has not confirmed {left} of {len(requests)} transactions")
+                    raise ConnectionLost(f"JetStream has not confirmed {left} of {len(requests)} transactions{refusal}")
                 if not left:
                     continue
             await asyncio.sleep(_PAUSE)
 
 
-def _confirmation(name: str, told: bytes) -> Confirmation | None:
-    """None where the server cannot take it now, as while a leader is being chosen."""
-    if b'"error"' not in told:
-        # A second try of ours that was taken the first time is no duplicate of anybody else's.
-        return Confirmation(name)
-    try:
-        api.refuse(told)
-    except ConnectionLost:
-        return None
-    return Confirmation(name)
+def _confirmation(name: str, answer: Heard | None) -> tuple[Confirmation | None, str]:
+    """Return a confirmation, or None and why the server cannot take it now, as while a leader is being chosen."""
+    if answer is None:
+        return None, ""
+    if b'"error"' in answer.data:
+        try:
+            api.refuse(answer.data)
+        except ConnectionLost as error:
+            return None, f": {error}"
+    # A second try of ours that was taken the first time is no duplicate of anybody else's.
+    return Confirmation(name), ""
 
 
 def _check(transaction: Transaction, request: Request, most: int) -> None:

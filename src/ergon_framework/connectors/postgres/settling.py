@@ -24,6 +24,7 @@ from ergon_framework.connectors.encryption import hide_failure, keys_of, write_e
 from ergon_framework.connectors.postgres import statements
 from ergon_framework.connectors.postgres.receipt import Receipt
 from ergon_framework.failure import Failure
+from ergon_framework.schema.failures import unavailability_of
 from ergon_framework.schema.operation import BEGIN, COMMIT, ROLLBACK, Operation, Query
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class Settler:
             results, _ = yield from self.settle(queue, owed)
         except BaseException as error:
             # Whatever else the server has against it, it would have again, and no claim would ever be made.
-            if isinstance(error, psycopg.OperationalError) or not isinstance(error, psycopg.Error):
+            if not isinstance(error, psycopg.Error) or _may_pass(error):
                 self.owe(owed)
             else:
                 self._note_failed(owed)
@@ -253,6 +254,10 @@ class Settler:
 
 def _claim(receipt: Receipt) -> _Claim:
     return receipt.id, receipt.worker, receipt.token
+
+
+def _may_pass(error: psycopg.Error) -> bool:
+    return isinstance(error, psycopg.OperationalError) or bool(unavailability_of(error))
 
 
 def _claim_parameters(receipts: Sequence[Receipt], queue: int, emptied: Collection[tuple[int, int]]) -> dict[str, Any]:

@@ -26,10 +26,6 @@ def translated(error: Exception) -> ErgonError:
         return ConfigurationError(f"the server refuses: {words}; check the user, the password and its rights")
     if away := _away(error, words, first):
         return ConnectionLost(away)
-    if isinstance(error, exceptions.OutOfMemoryError) or first == "OOM":
-        return ConnectorError(
-            "the server's memory is full and it takes nothing more; consume what is there or raise maxmemory"
-        )
     if first == "WRONGTYPE":
         return ConfigurationError(f"a key of the queue holds something else: {words}; choose another name")
     return ConnectorError(f"the server answered with {type(error).__name__}: {words}")
@@ -41,6 +37,10 @@ def _away(error: Exception, words: str, first: str) -> str:
         return "the server is a replica and takes no writes; it may become the primary, else give the primary's address"
     if isinstance(error, exceptions.AskError | exceptions.TryAgainError):
         return "the cluster is moving the queue to another node; ask again"
+    if isinstance(error, exceptions.OutOfMemoryError) or first == "OOM":
+        return "the server's memory is full and it takes nothing more; consume what is there or raise maxmemory"
+    if first == "MISCONF":
+        return f"the server cannot write to its disk, which may be full, and takes no writes: {words}"
     if isinstance(error, _UNREACHED) or first in _AWAY:
         return f"the server is out of reach: {words}"
     return ""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Final, TypeVar
 
-from redis.exceptions import ResponseError
+from redis.exceptions import OutOfMemoryError, ResponseError
 
 from ergon_framework.connectors.arrivals import Arrivals
 from ergon_framework.connectors.base import (
@@ -179,8 +179,19 @@ class RedisQueue(Connector, AsyncConnector):
         try:
             yield ("XGROUP", "CREATE", self._keys.stream, GROUP, "0", "MKSTREAM")
         except ResponseError as error:
-            if not str(error).startswith("BUSYGROUP"):
+            if str(error).startswith("BUSYGROUP"):
+                return
+            # At its memory limit the server refuses the command before it looks for the group. Workers that start then
+            # must be able to fetch and ack: nothing else makes room.
+            if not isinstance(error, OutOfMemoryError) or not (yield from self._has_group()):
                 raise
+
+    def _has_group(self) -> Operation[bool]:
+        try:
+            groups = yield ("XINFO", "GROUPS", self._keys.stream)
+        except ResponseError:  # there is no stream
+            return False
+        return any(GROUP.encode() in group for group in groups)
 
     def _run(self, work: Callable[[Home], Operation[R]]) -> R:
         for _ in range(_REDIRECTIONS):

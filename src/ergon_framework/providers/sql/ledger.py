@@ -24,6 +24,7 @@ from psycopg.rows import TupleRow
 
 from ergon_framework.errors import ConfigurationError, ConnectionLost
 from ergon_framework.providers.deadletter import DeadLetter
+from ergon_framework.schema.failures import unavailability_of
 from ergon_framework.schema.lines import options_of
 
 R = TypeVar("R")
@@ -259,6 +260,8 @@ class Ledger:
                 "the database has not the tables of providers that this release needs; run: ergon db upgrade"
             ) from None
         except psycopg.Error as error:
+            if cause := unavailability_of(error):
+                raise ConnectionLost(f"the ledger of tasks cannot be written: {cause}") from None
             raise ConfigurationError(
                 f"the ledger of tasks is refused by its database ({type(error).__name__})"
             ) from None
