@@ -137,5 +137,9 @@ class Running:
         return code, seconds
 
     @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    @property
     def notes(self) -> list[str]:
         return self._notes.read_text(encoding="utf-8").splitlines() if self._notes.exists() else []

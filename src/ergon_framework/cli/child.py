@@ -74,6 +74,7 @@ def main(given: str) -> int:
             depth=depth,
             gates=gates,
             on_outcome=journal.on_outcome,
+            on_first_fetch=partial(_report_fetch, line),
         )
         orders.go_to(process)
         line.report("loaded", {"drain": rules.loop.drain_timeout, "task": task.name})
@@ -90,6 +91,14 @@ def main(given: str) -> int:
     line.report("ended", told(task.name, ended))
     flush(ended)
     return leave(ended)
+
+
+def _report_fetch(line: Lifeline) -> None:
+    """Tell the parent that this process has work, before the work can end the process."""
+    # On a thread: a parent that is stopped reads nothing, and the loop must not wait for it.
+    telling = Thread(target=line.report, args=("fetched", {}), name="ergon-fetched", daemon=True)
+    telling.start()
+    telling.join(_FETCH_REPORT_SECONDS)
 
 
 class Counting:
@@ -125,6 +134,8 @@ def _beat(line: Lifeline, process: Process, counting: Counting, interval: float)
 
 #: How often a process looks at itself.
 LOOK = 0.1
+#: How long the first work of a process waits at most for the parent to be told of it.
+_FETCH_REPORT_SECONDS = 1.0
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1]))

@@ -89,7 +89,7 @@ class Process:
     reaches parent and child alike, so only the parent's order to hurry is meant for sure.
     *blocked* is how long something may hold the event loop before the process is not live, and every
     *depth* seconds somebody looks how full the queue is; None: nobody does. *gates* are asked before the
-    task's own. *on_outcome* is called with each outcome.
+    task's own. *on_outcome* is called with each outcome, *on_first_fetch* once, before the first transaction starts.
     """
 
     def __init__(
@@ -104,8 +104,10 @@ class Process:
         depth: float | None = None,
         gates: Sequence[Gate] = (),
         on_outcome: Callable[[Outcome], None] | None = None,
+        on_first_fetch: Callable[[], None] | None = None,
     ) -> None:
         consumer: Any = task
+        loops_of(consumer).on_first_fetch = on_first_fetch
         self._task = consumer
         self._policy = policy
         self._on_signal = on_signal

@@ -42,7 +42,9 @@ class RestartSettings(Policy):
     multiplier: float = Field(default=2.0, ge=1, description="Factor by which each wait exceeds the one before.")
     cap: Seconds = Field(default=30.0, description="Longest wait in seconds; 0 means no cap.")
     steady: Seconds = Field(default=10.0, description="Seconds a process must have run for its death not to be quick.")
-    attempts: Count = Field(default=5, description="Quick deaths in a row of one process that end the run.")
+    attempts: Count = Field(
+        default=5, description="Quick deaths in a row of one process, each before it fetched work, that end the run."
+    )
 
     def delay(self, deaths: int) -> float:
         """Seconds to wait after that many quick deaths in a row, the first being 0."""

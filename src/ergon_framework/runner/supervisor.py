@@ -63,7 +63,9 @@ class Worker:
     health: Health = STARTING
     drain: float | None = None
     ended: dict[str, Any] | None = None
-    #: Deaths in a row, each soon after the start.
+    #: Whether the present process has fetched work.
+    has_fetched: bool = False
+    #: Deaths in a row, each soon after the start and before any work was fetched.
     deaths: int = 0
     #: When the next one is started.
     due: float = inf
@@ -194,6 +196,8 @@ class Supervisor:
                 self._proven = self._proven or worker.health.ready
             elif kind == "ended":
                 worker.ended = report
+        if kind == "fetched":
+            worker.has_fetched = True
         if kind == "metrics":
             self.sums.tell(worker.number, report)
         if kind == "loaded":
@@ -222,13 +226,17 @@ class Supervisor:
 
     def _replace(self, worker: Worker, code: int, *, pid: int) -> None:
         restart, lived = self._settings.restart, time.monotonic() - worker.since
-        worker.deaths = worker.deaths + 1 if lived < restart.steady else 0
+        # A process that had work may have been ended by it. The death has cost that work a delivery, so
+        # `loop.max_deliveries` ends this, and the run must last until then.
+        is_quick = lived < restart.steady and not worker.has_fetched
+        worker.deaths = worker.deaths + 1 if is_quick else 0
         fields = {Said.NUMBER: worker.number, Said.PID: pid, Said.EXIT_CODE: _named(code).removeprefix("exit code ")}
         self._count_death()
         if worker.deaths >= restart.attempts:
             self._why = (
                 f"process {worker.number} died {worker.deaths} times in a row, each time within {restart.steady:g} s "
-                f"of its start, the last time with {_named(code)}; what it said itself is above"
+                f"of its start and before it had fetched work, the last time with {_named(code)}; its own messages are "
+                "above"
             )
             self._say(logging.ERROR, Event.PROCESS_DIED, fields)
             self._give_up(worker, Exit.FLAPPING)
@@ -252,6 +260,7 @@ class Supervisor:
     # -- what is done ---------------------------------------------------------------------------
 
     def _start(self, worker: Worker) -> None:
+        worker.has_fetched = False
         down, orders = os.pipe()
         up, reported = os.pipe()
         try:

@@ -67,6 +67,7 @@ class Consumption:
         gates: tuple[Gate, ...] = (),
         watch: Onlooker | None = None,
         on_outcome: Callable[[Outcome], None] | None = None,
+        on_fetch: Callable[[], None] | None = None,
     ) -> None:
         self._senses = course.senses
         self._broker = broker
@@ -74,6 +75,7 @@ class Consumption:
         self._loop = policy.loop
         self._fenced = fenced
         self._gates = gates
+        self._on_fetch = on_fetch
         self._watch = watch = watch or Onlooker()
         self.mailbox = mailbox()
         self.report = Report()
@@ -236,6 +238,8 @@ class Consumption:
             report.empty_fetches += 1
         elif len(fetched) > self._loop.batch.size:
             self._watch.breach(self._loop.batch.size, len(fetched))
+        if fetched and self._on_fetch is not None:
+            self._on_fetch()
         return fetched
 
     def _hold(self, reason: str | None) -> None:

@@ -28,6 +28,14 @@ class Loops:
         self._lock = threading.Lock()
         self._running: dict[object, tuple[Running, Callable[[], None]]] = {}
         self._wakes: dict[object, Callable[[], None]] = {}
+        #: Called once, when a loop has fetched transactions for the first time and has started none of them.
+        self.on_first_fetch: Callable[[], None] | None = None
+
+    def note_fetch(self) -> None:
+        """Note that a loop has fetched transactions."""
+        call, self.on_first_fetch = self.on_first_fetch, None
+        if call is not None:
+            call()
 
     @contextmanager
     def entered(

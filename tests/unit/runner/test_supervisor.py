@@ -17,6 +17,7 @@ from ergon_framework.runner.exits import Exit
 from ergon_framework.runner.settings import RunSettings
 from ergon_framework.runner.supervisor import Supervisor
 from ergon_framework.telemetry import names
+from tests.log_events import event_of
 
 #: What every child begins with; *number*, *runs* (of this place, the first being 1) and *told* are there for its body.
 BEGIN = """
@@ -132,8 +133,36 @@ told()
 ended("stop")
 """)
     assert (ran.exit, ran.restarts) == (Exit.FLAPPING, 2)
-    assert "process 2 died 3 times in a row, each time within 30 s of its start, the last time with SIGKILL" in ran.why
+    assert "process 2 died 3 times in a row, each time within 30 s of its start" in ran.why
+    assert "before it had fetched work, the last time with SIGKILL" in ran.why
     assert all(gone(pid) for pid in world.pids(1) + world.pids(2))
+
+
+@pytest.mark.spec("SEC-16")
+@pytest.mark.parametrize("processes", [1, 2])
+def test_deaths_of_processes_that_had_fetched_work_never_end_the_run(world, processes):
+    # As many as three poison messages cost that take a process with them ten times each.
+    ran = world.run(
+        "loaded(); report('fetched'); ended('empty') if runs > 15 else os._exit(66)",
+        processes=processes,
+        restart={"attempts": 5},
+    )
+    assert (ran.exit, ran.restarts, ran.why) == (Exit.OK, 15 * processes, None)
+
+
+@pytest.mark.spec("SEC-16")
+def test_work_that_an_earlier_process_had_fetched_excuses_no_later_death(world):
+    ran = world.run("loaded(); report('fetched') if runs == 1 else None; os._exit(66)", processes=1)
+    assert (ran.exit, ran.restarts) == (Exit.FLAPPING, 3)
+    assert "died 3 times in a row" in ran.why
+
+
+@pytest.mark.spec("SEC-16")
+def test_the_default_waits_between_deaths_with_work_do_not_grow(world, caplog):
+    body = "loaded(); report('fetched'); ended('empty') if runs > 4 else os._exit(66)"
+    world.run(body, processes=1, restart={"backoff": 0.02, "multiplier": 1000.0})
+    delays = [record.delay for record in caplog.records if event_of(record) == "process died"]
+    assert delays == [0.02] * 4
 
 
 @pytest.mark.spec("RUN-01")

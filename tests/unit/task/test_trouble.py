@@ -142,3 +142,22 @@ def test_a_loop_whose_event_loop_is_closed_is_nobody_to_wake():
         loops.wake()
     loops.wake()
     assert heard == [1]
+
+
+@pytest.mark.spec("SEC-16")
+@pytest.mark.parametrize("flavour", ["def", "async def"])
+def test_the_first_fetch_that_brings_work_is_noted_once_and_before_any_of_it_starts(flavour):
+    queue, seen = MemoryConnector("orders"), []
+
+    def handle(order):
+        seen.append("started")
+
+    async def handle_async(order):
+        handle(order)
+
+    queue.dispatch([Transaction("order-1"), Transaction("order-2")])
+    policy = ConsumerPolicy.load({"loop": {"concurrency": {"value": 1}, "batch": {"size": 1}}})
+    task = consumer(queue, policy=policy)(handle if flavour == "def" else handle_async)
+    loops_of(task).on_first_fetch = lambda: seen.append("fetched")
+    task.run() if flavour == "def" else asyncio.run(task.run())
+    assert seen == ["fetched", "started", "started"]

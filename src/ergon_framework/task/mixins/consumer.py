@@ -75,6 +75,7 @@ class _Consumer:
             gates=choose_gates(self, gates),
             watch=watch,
             on_outcome=None if on_outcome is None else safely(on_outcome),
+            on_fetch=loops_of(self).note_fetch,
         )
 
     def _process_course(self, policy: ConsumerPolicy, senses: Senses, watch: Onlooker | None = None) -> Course:
