@@ -183,6 +183,15 @@ class ReplaysTheCounts(MemoryConnector):
         return ReplayResult(place, Became.REPLAYED)
 
 
+class ReplacesTwice(MemoryConnector):
+    """A dead letter that another caller has replaced is replaced again."""
+
+    def replace_dead(self, place, transaction):
+        self.dispatch([transaction])
+        self.discard_dead([place])
+        return ReplayResult(place, Became.REPLAYED)
+
+
 class WakesNobody(MemoryConnector):
     """Listeners are never told of an arrival."""
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import sys
 import uuid
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 import amqp
 import pytest
 from typer.testing import CliRunner
 
+from ergon_framework.cli import dlq_edit
 from ergon_framework.cli.app import app
+from ergon_framework.cli.dlq_change import Change
 from ergon_framework.cli.dlq_exits import DlqExit
 from ergon_framework.connectors.base import Ack, DeadLetter
 from ergon_framework.connectors.bridge import as_sync
@@ -78,6 +82,44 @@ def test_on_every_broker_the_corrected_one_comes_back_under_its_id(queue):
     [record] = queue.list_dead(DeadLetterQuery())
     assert [past.error for past in record.envelope.history] == ["by kim: total"]
     queue.discard_dead([record.place])
+
+
+@pytest.mark.spec("SEC-21")
+@pytest.mark.invariant
+def test_on_every_broker_one_of_two_operators_succeeds_and_the_other_is_told(queue, monkeypatch):
+    """Both have read the dead letter before one of them writes."""
+    queue.dispatch([Transaction("order-1", {"total": 450})])
+    queue.settle([(fetched(queue), DeadLetter("declined"))])
+    both_have_read = Barrier(2)
+    write = dlq_edit._replayed
+
+    def write_after_both_have_read(*given, **named):
+        both_have_read.wait(30)
+        return write(*given, **named)
+
+    monkeypatch.setattr(dlq_edit, "_replayed", write_after_both_have_read)
+
+    def correct(total):
+        edit = dlq_edit.Edit(
+            id="order-1",
+            place=None,
+            change=Change(settings=[f"total={total}"]),
+            actor="kim",
+            task=None,
+            values=False,
+            dry_run=False,
+            as_json=False,
+        )
+        return dlq_edit.edited(queue.name, edit)
+
+    with ThreadPoolExecutor(2) as operators:
+        codes = list(operators.map(correct, (100, 200)))
+    assert sorted(codes) == [DlqExit.OK, DlqExit.FAILED]
+    sent = [total for code, total in zip(codes, (100, 200), strict=True) if code is DlqExit.OK]
+    deliveries = [fetched(queue), *queue.fetch_transactions(10)]
+    assert [delivery.transaction.payload["total"] for delivery in deliveries] == sent
+    assert list(queue.list_dead(DeadLetterQuery())) == []
+    queue.settle([(delivery, Ack()) for delivery in deliveries])
 
 
 SHOP = """

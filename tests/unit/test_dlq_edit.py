@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from ergon_framework.cli.app import app
 from ergon_framework.cli.dlq_change import differences
 from ergon_framework.cli.dlq_exits import DlqExit
-from ergon_framework.connectors.base import ConnectorError, DeadLetter
-from ergon_framework.connectors.deadletters import DeadLetterQuery
+from ergon_framework.connectors.base import Connector, DeadLetter
+from ergon_framework.connectors.deadletters import Became, DeadLetterQuery, ReplayResult
 from ergon_framework.connectors.memory import MemoryConnector
 from ergon_framework.failure import EDITED, Attempt, latest
 from ergon_framework.history import tried
@@ -245,14 +245,40 @@ def test_a_log_is_not_corrected(shop):
     assert "is a log" in edit("--set", "a=1", where="editapp:log", code=DlqExit.USAGE).stderr
 
 
-def test_one_that_could_not_be_taken_away_is_told(shop, monkeypatch):
-    def broken(_self, _places):
-        raise ConnectorError("the broker said no")
+@pytest.mark.spec("SEC-21")
+@pytest.mark.invariant
+def test_of_two_operators_one_succeeds_and_the_other_is_told(shop, monkeypatch):
+    """The first edits after the second has read the dead letter and before the second writes."""
+    read = MemoryConnector.list_dead
+    others = iter([lambda: edit("--set", "total=100", "--actor", "kim")])
 
-    monkeypatch.setattr(MemoryConnector, "discard_dead", broken)
+    def list_dead(self, query, **page):
+        records = read(self, query, **page)
+        next(others, lambda: None)()
+        return records
+
+    monkeypatch.setattr(MemoryConnector, "list_dead", list_dead)
+    done = edit("--set", "total=200", "--actor", "lee", code=DlqExit.FAILED)
+    assert "by another operator in the meantime; this correction was not sent" in done.stderr
+    assert only(shop.orders).transaction.payload["total"] == 100
+    assert dead(shop.orders) == []
+
+
+@pytest.mark.spec("SEC-21")
+def test_a_correction_that_the_server_refuses_leaves_the_dead_letter(shop, monkeypatch):
+    monkeypatch.setattr(
+        MemoryConnector, "replace_dead", lambda _self, place, _: ReplayResult(place, Became.FAILED, "no memory")
+    )
     done = edit("--set", "total=45", code=DlqExit.FAILED)
-    assert "could not be taken away (the broker said no)" in done.stderr
-    assert only(shop.orders).transaction.payload["total"] == 45
+    assert "the correction was not sent: no memory; the dead letter is unchanged" in done.stderr
+    assert len(dead(shop.orders)) == 1
+
+
+@pytest.mark.spec("SEC-21")
+def test_a_connector_without_replace_dead_is_refused_before_anything_is_sent(shop, monkeypatch):
+    monkeypatch.setattr(MemoryConnector, "replace_dead", Connector.replace_dead)
+    assert "it has no replace_dead" in edit("--set", "total=45", code=DlqExit.USAGE).stderr
+    assert len(dead(shop.orders)) == 1
 
 
 def test_numbers_and_truth_values_differ():

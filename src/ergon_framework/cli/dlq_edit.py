@@ -18,7 +18,7 @@ from ergon_framework.cli.summary import tell
 from ergon_framework.connectors.base import Connector
 from ergon_framework.connectors.deadletters import Became, DeadLetterQuery, DeadLetterRecord
 from ergon_framework.connectors.encryption import missing_key
-from ergon_framework.errors import ConfigurationError, ErgonError, text
+from ergon_framework.errors import ConfigurationError, text
 from ergon_framework.runner.loading import load_anything
 from ergon_framework.task.exceptions import TransactionException
 from ergon_framework.transaction import Transaction
@@ -116,27 +116,19 @@ def _replayed(
     *,
     by: str,
 ) -> DlqExit:
-    """First there, then no longer here: what ends in between leaves it in both, never in none."""
-    if not any(
-        other.place == record.place for other in connector.list_dead(DeadLetterQuery.load(id=edit.id), limit=SAME)
-    ):
-        _say("somebody else has moved it meanwhile; nothing was replayed")
-        return DlqExit.FAILED
-    connector.dispatch([corrected])
-    try:
-        (result,) = connector.discard_dead([record.place])
-        left = "" if result.became is Became.DISCARDED else result.words or f"it was {result.became.value}"
-    except ErgonError as error:
-        left = text(error)
-    _report(connector, edit, record, found, by=by, became="replayed")
-    if left:
+    """Replace the dead letter with *corrected*; of two operators who do so at the same time one succeeds."""
+    result = connector.replace_dead(record.place, corrected)
+    if result.became is Became.REPLAYED:
+        _report(connector, edit, record, found, by=by, became="replayed")
+        return DlqExit.OK
+    if result.became is Became.GONE:
         _say(
-            f"the corrected one is in {connector.name}, but what it was could not be taken away "
-            f"({clean(left, LONGEST)}): see that it is not replayed as it was, with ergon dlq discard "
-            f"--id={clean(edit.id, LONGEST)}"
+            "the dead letter was edited, replayed or discarded by another operator in the meantime; this correction "
+            "was not sent"
         )
-        return DlqExit.FAILED
-    return DlqExit.OK
+    else:
+        _say(f"the correction was not sent: {clean(result.words, LONGEST)}; the dead letter is unchanged")
+    return DlqExit.FAILED
 
 
 def _report(

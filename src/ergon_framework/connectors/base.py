@@ -248,6 +248,12 @@ class _Described(ABC):
             f"the connector of {self.name!r} keeps no dead letters that could be listed, replayed or discarded"
         )
 
+    def _replaces_none(self) -> ConfigurationError:
+        return ConfigurationError(
+            f"the connector of {self.name!r} cannot replace a dead letter: it has no replace_dead; discard the dead "
+            "letter and dispatch the corrected transaction"
+        )
+
 
 def _nothing() -> None: ...
 
@@ -314,6 +320,14 @@ class Connector(_Described):
         """Throw dead letters away; one result each, in order."""
         raise self._keeps_none()
 
+    def replace_dead(self, place: str, transaction: Transaction) -> ReplayResult:  # noqa: ARG002 - as above
+        """Dispatch *transaction* in place of the dead letter at *place*, and remove that one.
+
+        If several callers replace, replay or discard one dead letter at the same time, one of them moves it; the others
+        get GONE, and nothing of theirs is sent. A crash in between has the effects that ``replay_dead`` names.
+        """
+        raise self._replaces_none()
+
     def open(self) -> None:
         """Connect, and check that what is there is what was configured."""
 
@@ -356,6 +370,9 @@ class AsyncConnector(_Described):
 
     async def discard_dead_async(self, places: Sequence[str]) -> Sequence[ReplayResult]:  # noqa: ARG002 - as its twin
         raise self._keeps_none()
+
+    async def replace_dead_async(self, place: str, transaction: Transaction) -> ReplayResult:  # noqa: ARG002 - as its twin
+        raise self._replaces_none()
 
     async def open_async(self) -> None: ...
 

@@ -171,6 +171,9 @@ class AsyncBridge(AsyncConnector):
     async def discard_dead_async(self, places: Sequence[str]) -> Sequence[ReplayResult]:
         return await self._run(self._calls, lambda: self.connector.discard_dead(places))
 
+    async def replace_dead_async(self, place: str, transaction: Transaction) -> ReplayResult:
+        return await self._run(self._calls, lambda: self.connector.replace_dead(place, transaction))
+
     async def open_async(self) -> None:
         self._calls.open()
         self._claims.open()
@@ -303,6 +306,9 @@ class SyncBridge(Connector):
 
     def discard_dead(self, places: Sequence[str]) -> Sequence[ReplayResult]:
         return self._value(self._start(self.connector.discard_dead_async, places))
+
+    def replace_dead(self, place: str, transaction: Transaction) -> ReplayResult:
+        return self._value(self._start(self.connector.replace_dead_async, place, transaction))
 
     def open(self) -> None:
         self._value(self._start(self.connector.open_async))

@@ -141,12 +141,15 @@ class MemoryConnector(Connector, AsyncConnector):
         if not contents:
             return
         with self._lock:
-            now, order, append = self._clock(), self._order, self._fresh.append
-            for content in contents:
-                order += 1
-                append(_Message(content, order, now))
-            self._order = order
+            self._add(contents)
         self._arrivals.arrived()
+
+    def _add(self, contents: Sequence[Any]) -> None:
+        now, order, append = self._clock(), self._order, self._fresh.append
+        for content in contents:
+            order += 1
+            append(_Message(content, order, now))
+        self._order = order
 
     # -- fetch --------------------------------------------------------------------------------
 
@@ -360,6 +363,16 @@ class MemoryConnector(Connector, AsyncConnector):
             for place, missing in zip(places, gone, strict=True)
         ]
 
+    def replace_dead(self, place: str, transaction: Transaction) -> ReplayResult:
+        stamped = self.stamped(transaction)
+        content = stamped if self._codec is None else self._codec.encode(stamped)
+        with self._lock:
+            if self._dead.pop(place, None) is None:
+                return ReplayResult(place, Became.GONE)
+            self._add([content])
+        self._arrivals.arrived()
+        return ReplayResult(place, Became.REPLAYED)
+
     def _bury(self, message: _Message, delivery: Delivery, *, settlement: DeadLetter) -> None:
         self._buried += 1
         place, headers = str(self._buried), None if message.readable else message.content[1]
@@ -410,6 +423,9 @@ class MemoryConnector(Connector, AsyncConnector):
 
     async def discard_dead_async(self, places: Sequence[str]) -> Sequence[ReplayResult]:
         return self.discard_dead(places)
+
+    async def replace_dead_async(self, place: str, transaction: Transaction) -> ReplayResult:
+        return self.replace_dead(place, transaction)
 
     async def close_async(self) -> None:
         self.close()

@@ -116,6 +116,9 @@ class NamedQueue(Connector, AsyncConnector):
     def discard_dead(self, places: Sequence[str]) -> Sequence[ReplayResult]:
         return as_sync(self.connector).discard_dead(places)
 
+    def replace_dead(self, place: str, transaction: Transaction) -> ReplayResult:
+        return as_sync(self.connector).replace_dead(place, transaction)
+
     # -- on an event loop ---------------------------------------------------------------------------
 
     async def open_async(self) -> None:
@@ -152,6 +155,9 @@ class NamedQueue(Connector, AsyncConnector):
 
     async def discard_dead_async(self, places: Sequence[str]) -> Sequence[ReplayResult]:
         return await as_async(self.connector).discard_dead_async(places)
+
+    async def replace_dead_async(self, place: str, transaction: Transaction) -> ReplayResult:
+        return await as_async(self.connector).replace_dead_async(place, transaction)
 
 
 def queue(name: str, **options: Any) -> NamedQueue:

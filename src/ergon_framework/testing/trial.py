@@ -33,7 +33,17 @@ from ergon_framework.transaction import Transaction
 #: How often workers are started before what is left counts as left.
 ROUNDS: Final = 100
 
-_CONTRACT: Final = ("open", "close", "dispatch", "depth", "queued", "list_dead", "replay_dead", "discard_dead")
+_CONTRACT: Final = (
+    "open",
+    "close",
+    "dispatch",
+    "depth",
+    "queued",
+    "list_dead",
+    "replay_dead",
+    "discard_dead",
+    "replace_dead",
+)
 _HANDLERS: Final = {
     "process_transaction": "process",
     "handle_transaction_success": "success",

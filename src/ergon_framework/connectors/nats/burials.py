@@ -31,11 +31,13 @@ from ergon_framework.connectors.encryption import (
 )
 from ergon_framework.connectors.nats import api
 from ergon_framework.connectors.nats.claim import Claim
+from ergon_framework.connectors.nats.dispatching import check_size
 from ergon_framework.connectors.nats.frames import Heard
 from ergon_framework.connectors.nats.line import Line, Request
 from ergon_framework.connectors.nats.naming import Names
 from ergon_framework.errors import ConnectionLost
 from ergon_framework.telemetry import logs
+from ergon_framework.transaction import Transaction
 
 _log = logging.getLogger(__name__)
 
@@ -206,9 +208,29 @@ async def replayed(line: Line, names: Names, codec: Codec, queue: str, places: S
 def _sent(names: Names, codec: Codec, queue: str, letter: api.Stored) -> Request:
     headers = {name: text for name, text in own(letter.headers).items() if name not in _COUNTED}
     transaction, _ = decode(codec, letter.body, headers, source=queue)
-    # Replayed by two at once, or again after a crash, it is in the queue once.
-    headers["Nats-Msg-Id"] = f"replay.{letter.subject}.{letter.seq}.{letter.at}"
+    headers["Nats-Msg-Id"] = _message_id(letter)
     return Request(names.of(transaction.id), letter.body, headers)
+
+
+def _message_id(letter: api.Stored) -> str:
+    """Return an id by which the server drops a second copy, of a concurrent move or of one after a crash."""
+    return f"replay.{letter.subject}.{letter.seq}.{letter.at}"
+
+
+async def replace(line: Line, names: Names, place: str, transaction: Transaction, *, codec: Codec) -> ReplayResult:
+    """Publish *transaction*, then delete the dead letter at *place*; the second of two that do so publishes nothing."""
+    moving = _Moving([place])
+    for _, told in await moving.asked(line, lambda seq: api.request(f"STREAM.MSG.GET.{names.dead}", seq=seq)):
+        body, headers = codec.encode(transaction)
+        headers["Nats-Msg-Id"] = _message_id(api.stored(told))
+        request = Request(names.of(transaction.id), body, headers)
+        check_size(transaction, request, line.max_payload)
+        (answer,) = await line.ask_all([request])
+        published = moving.read(place, answer)
+        duplicate = published is not None and bool(published.get("duplicate"))
+        (result,) = await _deleted(line, names, moving, Became.REPLAYED)
+        return ReplayResult(place, Became.GONE) if duplicate else result
+    return moving.results[place]
 
 
 async def discarded(line: Line, names: Names, places: Sequence[str]) -> list[ReplayResult]:

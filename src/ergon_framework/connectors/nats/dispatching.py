@@ -44,7 +44,7 @@ class Dispatcher:
         requests = [self._request(transaction) for transaction in transactions]
         line = await self._reached()
         for transaction, request in zip(transactions, requests, strict=True):
-            _check(transaction, request, line.max_payload)
+            check_size(transaction, request, line.max_payload)
         confirmed: list[Confirmation] = []
         for first in range(0, len(requests), _IN_FLIGHT):
             some = slice(first, first + _IN_FLIGHT)
@@ -106,7 +106,7 @@ def _confirmation(name: str, answer: Heard | None) -> tuple[Confirmation | None,
     return Confirmation(name), ""
 
 
-def _check(transaction: Transaction, request: Request, most: int) -> None:
+def check_size(transaction: Transaction, request: Request, most: int) -> None:
     """Refuse what the server would answer with a cut of the line."""
     if len(request.payload) + HEADERS <= most:
         return

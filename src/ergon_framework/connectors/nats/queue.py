@@ -519,6 +519,10 @@ class NatsQueue(AsyncConnector):
     async def discard_dead_async(self, places: Sequence[str]) -> Sequence[ReplayResult]:
         return await burials.discarded(await self._ready_line(), self._names, places)
 
+    async def replace_dead_async(self, place: str, transaction: Transaction) -> ReplayResult:
+        line = await self._ready_line()
+        return await burials.replace(line, self._names, place, self.stamped(transaction), codec=self._codec)
+
 
 def _monitored(address: str, timeout: float) -> dict[str, Any] | None:
     """What the server says of its JetStream; None if it does not."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple
 
@@ -56,6 +56,20 @@ select id from dead
 """
 
 _DISCARD: Final = "delete from ergon.dead_letter where queue = %(queue)s and id = any(%(ids)s) returning id"
+
+#: The same as a replay, with other content: of two that replace one dead letter the second deletes no row.
+_REPLACE: Final = """
+with dead as materialized (
+    delete from ergon.dead_letter where queue = %(number)s and id = %(dead)s returning id
+),
+ready as (
+    insert into ergon.ready (queue, rank, transaction_id, key, headers, body)
+    select %(number)s, - cast(%(priority)s as smallint), cast(%(id)s as text), cast(%(key)s as text),
+        cast(cast(%(headers)s as text) as jsonb), cast(%(body)s as bytea)
+    from dead
+)
+select id from dead
+"""
 
 _QUEUED: Final = """
 select transaction_id from ergon.ready where queue = %(queue)s and transaction_id = any(%(ids)s)
@@ -125,6 +139,13 @@ def replayed(queue: int, places: Sequence[str]) -> Operation[Sequence[ReplayResu
 def discarded(queue: int, places: Sequence[str]) -> Operation[Sequence[ReplayResult]]:
     """Away."""
     return (yield from _moved(_DISCARD, queue, places, Became.DISCARDED))
+
+
+def replace(queue: int, place: str, parameters: Mapping[str, Any]) -> Operation[ReplayResult]:
+    """Put the transaction of *parameters*, as a dispatch has them, into the queue in place of a dead letter."""
+    dead = _id(place)
+    rows = [] if dead is None else (yield Query(_REPLACE, {**parameters, "number": queue, "dead": dead}))
+    return ReplayResult(place, Became.REPLAYED if rows else Became.GONE)
 
 
 def _moved(sql: str, queue: int, places: Sequence[str], became: Became) -> Operation[Sequence[ReplayResult]]:

@@ -25,6 +25,7 @@ from ergon_framework.connectors.rabbitmq import topology
 from ergon_framework.connectors.rabbitmq.fields import FaithfulSelectConnection
 from ergon_framework.connectors.rabbitmq.message import Message, Outgoing, Receipt, fresh
 from ergon_framework.errors import ConnectionLost
+from ergon_framework.transaction import Transaction
 
 #: Marks a message whose body is a record; one without it was put aside by the server itself.
 _MARK: Final = "ergon-dead"
@@ -95,6 +96,12 @@ class Graves:
     def discarded(self, places: Sequence[str]) -> list[ReplayResult]:
         return self._moved(places, lambda _channel, _message, record: ReplayResult(record.place, Became.DISCARDED))
 
+    def replace(self, place: str, transaction: Transaction) -> ReplayResult:
+        """Publish *transaction*, then take the dead letter at *place* away: a crash in between leaves both."""
+        content = self._codec.encode(transaction)
+        (result,) = self._moved([place], lambda channel, _, record: self._send(channel, record, lambda: content))
+        return result
+
     def _moved(
         self, places: Sequence[str], move: Callable[[BlockingChannel, Message, DeadLetterRecord], ReplayResult]
     ) -> list[ReplayResult]:
@@ -111,8 +118,13 @@ class Graves:
         return [results.pop(place, ReplayResult(place, Became.GONE)) for place in places]
 
     def _replay(self, channel: BlockingChannel, message: Message, record: DeadLetterRecord) -> ReplayResult:
+        return self._send(channel, record, lambda: self._original(message, record))
+
+    def _send(
+        self, channel: BlockingChannel, record: DeadLetterRecord, content: Callable[[], tuple[bytes, Mapping[str, str]]]
+    ) -> ReplayResult:
         try:
-            body, headers = self._original(message, record)
+            body, headers = content()
             outgoing = fresh(self._queue, body, headers, since=time.time())
             try:
                 self._publish(channel, outgoing)

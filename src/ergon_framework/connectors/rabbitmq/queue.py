@@ -306,6 +306,13 @@ class RabbitMQQueue(Connector, AsyncConnector):
     async def discard_dead_async(self, places: Sequence[str]) -> Sequence[ReplayResult]:
         return await self._in_thread(lambda: self._graves.discarded(places))
 
+    def replace_dead(self, place: str, transaction: Transaction) -> ReplayResult:
+        return self._graves.replace(place, self.stamped(transaction))
+
+    async def replace_dead_async(self, place: str, transaction: Transaction) -> ReplayResult:
+        stamped = self.stamped(transaction)
+        return await self._in_thread(lambda: self._graves.replace(place, stamped))
+
     async def _in_thread(self, call: Callable[[], R]) -> R:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()

@@ -121,6 +121,15 @@ def discarded(keys: Keys, places: Sequence[str]) -> Operation[Sequence[ReplayRes
     return _results(places, [Became.DISCARDED if answer else Became.GONE for answer in answers])
 
 
+def replace(keys: Keys, place: str, fields: Sequence[str | bytes]) -> Operation[ReplayResult]:
+    """Add the message of *fields* to the queue in place of a dead letter, in one step."""
+    became: list[Became] = []
+    if _PLACE(place):
+        answer = yield from scripts.REPLACE.run((keys.stream, keys.dead), place, *fields)
+        became = [_BECAME[answer.decode()]]
+    return _results([place], became)[0]
+
+
 def _results(places: Sequence[str], became: Sequence[Became]) -> list[ReplayResult]:
     """One each, in order; what no dead letter here can have as its place is not there."""
     left = iter(became)

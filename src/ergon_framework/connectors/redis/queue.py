@@ -536,6 +536,23 @@ class RedisQueue(Connector, AsyncConnector):
     async def discard_dead_async(self, places: Sequence[str]) -> Sequence[ReplayResult]:
         return await self._run_async(lambda home: self._discarded(home, places))
 
+    def replace_dead(self, place: str, transaction: Transaction) -> ReplayResult:
+        return self._run(self._replaced(place, transaction))
+
+    async def replace_dead_async(self, place: str, transaction: Transaction) -> ReplayResult:
+        return await self._run_async(self._replaced(place, transaction))
+
+    def _replaced(self, place: str, transaction: Transaction) -> Callable[[Home], Operation[ReplayResult]]:
+        fields = self._messages.fields(self.stamped(transaction))
+
+        def replaced(home: Home) -> Operation[ReplayResult]:
+            yield from self._opened(home)
+            result = yield from burials.replace(self._keys, place, fields)
+            self._arrivals.arrived()
+            return result
+
+        return replaced
+
     def _discarded(self, home: Home, places: Sequence[str]) -> Operation[Sequence[ReplayResult]]:
         yield from self._opened(home)
         return (yield from burials.discarded(self._keys, places))

@@ -301,6 +301,20 @@ return table.concat(answers)
 """
 )
 
+#: Keys: stream, dead. Arguments: the id of a dead letter, then the fields of the message that replaces it. Answers as
+#: a replay of one.
+REPLACE: Final = Script(
+    _TOOLS
+    + """
+local stream, dead, fields = KEYS[1], KEYS[2], {}
+for at = 2, #ARGV do fields[at - 1] = ARGV[at] end
+if not redis.call('XRANGE', dead, ARGV[1], ARGV[1])[1] then return 'g' end
+if not added(stream, packed(fields)) then return 'f' end
+redis.call('XDEL', dead, ARGV[1])
+return 's'
+"""
+)
+
 #: Keys: stream, later, due, dead. Arguments: group. Answers with what is ready, delayed, in flight and dead, and the
 #: age of the oldest that is ready in ms, or -1.
 DEPTH: Final = Script(

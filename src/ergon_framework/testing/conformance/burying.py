@@ -8,7 +8,7 @@ from ergon_framework.connectors.base import DeadLetter
 from ergon_framework.connectors.deadletters import Became, DeadLetterQuery
 from ergon_framework.errors import Category
 from ergon_framework.failure import TRACEBACK, Attempt, Failure, HandlerError
-from ergon_framework.testing.conformance.check import SHORT, dead_letters, expect, repeatable, rule
+from ergon_framework.testing.conformance.check import SHORT, dead_letters, expect, queue_mode, repeatable, rule
 from ergon_framework.testing.conformance.client import Client
 from ergon_framework.testing.conformance.counting import DEFERRAL, TRACE
 from ergon_framework.testing.conformance.sitting import Sitting
@@ -143,6 +143,25 @@ async def a_discarded_dead_letter_is_gone(sitting: Sitting) -> None:
     expect(results == wanted, f"discarding one that is there, one that is gone and one that is there: {results}")
     expect(not await client.list_dead(), "a discarded dead letter is still listed")
     await client.finds_nothing(because="all was discarded")
+
+
+@rule("CNN-08", "SEC-21", needs=(queue_mode, dead_letters))
+async def a_replaced_dead_letter_is_sent_once(sitting: Sitting) -> None:
+    client = await sitting.client()
+    await _buried(sitting, client, 2)
+    first, second = await client.list_dead()
+    corrected = first.fresh().replace(payload={"number": 7})
+    result = await client.replace_dead(first.place, corrected)
+    expect(result.became is Became.REPLAYED, f"a replacement answered {result.became}: {result.words}")
+    result = await client.replace_dead(first.place, corrected.replace(payload={"number": 8}))
+    expect(result.became is Became.GONE, f"a second replacement answered {result.became}, not gone")
+    delivery = await client.one()
+    came = delivery.transaction
+    expect((came.id, came.payload) == ("tx-0", {"number": 7}), f"a replaced dead letter came as {came.payload!r}")
+    left = [record.id for record in await client.list_dead()]
+    expect(left == [second.id], f"after the replacement of tx-0 the dead letters are {left}")
+    await client.ack(delivery)
+    await client.finds_nothing(because="one was replaced, once")
 
 
 @rule("CNN-08", needs=(dead_letters, repeatable))

@@ -134,6 +134,10 @@ class Client:
     async def discard_dead(self, *places: str) -> list[ReplayResult]:
         return list(await self._call("discard_dead", list(places)))
 
+    async def replace_dead(self, place: str, transaction: Transaction) -> ReplayResult:
+        result: ReplayResult = await self._call("replace_dead", place, transaction)
+        return result
+
     # -- the same with patience -----------------------------------------------------------------
 
     async def claim(self, count: int = 1, *, within: float | None = None) -> list[Delivery]:
