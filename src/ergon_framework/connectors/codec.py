@@ -16,12 +16,13 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from functools import lru_cache
 from operator import attrgetter
-from typing import Any, Final, NamedTuple, NoReturn, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from pydantic import TypeAdapter
 
 from ergon_framework.connectors.base import ConnectorError, MissingKeyError, UndecodableError
 from ergon_framework.failure import Attempt, Deferral
+from ergon_framework.strict_json import RepeatedKeyError, parse_finite, refuse_constant, refuse_repeated_keys
 from ergon_framework.transaction import HISTORY, Transaction
 
 #: Largest body that is read or written unless the codec is told otherwise.
@@ -235,17 +236,6 @@ _NOTHING_RARE: Final = tuple(row.absent for row in _RARE)
 # -- JSON, strictly -------------------------------------------------------------------------------
 
 
-def _finite(literal: str) -> float:
-    number = float(literal)
-    if not math.isfinite(number):
-        raise ValueError("a number beyond the range of a float")
-    return number
-
-
-def _constant(literal: str) -> NoReturn:
-    raise ValueError(f"{literal} is not JSON")
-
-
 def _writer() -> Callable[[Any], str]:
     """Writes JSON as an encoder does, which for every body makes anew what is made once here."""
     encoder = json.JSONEncoder(allow_nan=False, ensure_ascii=False, separators=(",", ":"))
@@ -259,7 +249,9 @@ def _writer() -> Callable[[Any], str]:
 #: Strict JSON without blanks, of what JSON knows.
 to_json: Final = _writer()
 _ASCII_ENCODER: Final = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
-_DECODER: Final = json.JSONDecoder(parse_float=_finite, parse_constant=_constant)
+_DECODER: Final = json.JSONDecoder(
+    parse_float=parse_finite, parse_constant=refuse_constant, object_pairs_hook=refuse_repeated_keys
+)
 #: Its inner part, which reads one value and says where that ends.
 _scan: Final[Callable[[str, int], tuple[Any, int]]] = _DECODER.scan_once  # type: ignore[attr-defined] # not in its stubs
 
@@ -314,7 +306,7 @@ class Codec(Protocol):
 
 
 class JsonCodec:
-    """JSON bodies, strictly: UTF-8, no NaN, bounded in size and depth.
+    """JSON bodies, strictly: UTF-8, no NaN, no key twice in an object, bounded in size and depth.
 
     What it has decoded it can encode again. Typed payloads are not its business: it reads and
     writes what JSON knows.
@@ -367,6 +359,8 @@ class JsonCodec:
                 reason = f"is not UTF-8 or holds half a character (at {error.start})"  # type: ignore[attr-defined]
             except json.JSONDecodeError as error:
                 reason = f"is not JSON (at character {error.pos})"
+            except RepeatedKeyError:
+                reason = "names one key twice in an object"
             except (ValueError, RecursionError):
                 reason = "holds a number that JSON or a float cannot hold"
         # Raised outside the handlers: a JSONDecodeError carries the whole document with it.

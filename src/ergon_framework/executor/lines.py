@@ -7,16 +7,21 @@ protects: the length before decoding, the depth before the recursive reader.
 from __future__ import annotations
 
 import json
-import math
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 from ergon_framework.errors import ErgonError
 from ergon_framework.executor.pieces import Pieces
+from ergon_framework.strict_json import (
+    RepeatedKeyError,
+    find_repeated,
+    parse_finite,
+    refuse_constant,
+    refuse_repeated_keys,
+)
 
 #: Longest line in bytes, without the line feed that ends it.
 MAX_LINE: Final = 16 * 1024 * 1024
@@ -106,37 +111,9 @@ _NO_BRACKET: Final = bytes(set(range(256)) - set(b"[]{}"))
 _ONE_KIND: Final = bytes.maketrans(b"{}", b"[]")
 
 
-def _finite(literal: str) -> float:
-    number = float(literal)
-    if not math.isfinite(number):
-        raise ValueError("a number beyond the range of a float")
-    return number
-
-
-def _constant(literal: str) -> NoReturn:
-    raise ValueError(f"{literal} is not JSON")
-
-
-class _RepeatedKey(ErgonError, ValueError):
-    """An object names one key twice."""
-
-    def __init__(self, key: str) -> None:
-        super().__init__("an object names one key twice")
-        self.key = key
-
-
-def _unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise _RepeatedKey(_twice(key for key, _ in pairs))
-    return found
-
-
-def _twice(keys: Iterable[str]) -> str:
-    return Counter(keys).most_common(1)[0][0]
-
-
-_READER: Final = json.JSONDecoder(parse_float=_finite, parse_constant=_constant, object_pairs_hook=_unrepeated)
+_READER: Final = json.JSONDecoder(
+    parse_float=parse_finite, parse_constant=refuse_constant, object_pairs_hook=refuse_repeated_keys
+)
 
 
 def read(line: bytes, *, yielding: bool = False) -> dict[str, Any]:
@@ -165,7 +142,7 @@ def _value(line: bytes, text: str, *, yielding: bool) -> Any:
         raise LineError(f"nested deeper than {MAX_DEPTH}", reason=Reason.TOO_DEEP) from None
     except UnicodeEncodeError:
         raise LineError(_HALF, reason=Reason.LONE_SURROGATE) from None
-    except _RepeatedKey:
+    except RepeatedKeyError:
         # Two readers could take different ones of them, and so different jobs.
         raise LineError("an object names one key twice", reason=Reason.REPEATED_KEY) from None
     except json.JSONDecodeError as error:
@@ -182,9 +159,9 @@ def _in_pieces(text: str) -> Any:
         at_once=_at_once,
         deepest=MAX_DEPTH,
         parse_int=int,
-        parse_float=_finite,
-        parse_constant=_constant,
-        pairs=_unrepeated,
+        parse_float=parse_finite,
+        parse_constant=refuse_constant,
+        pairs=refuse_repeated_keys,
         check_text=str.encode if surrogates else None,
     ).read()
 
@@ -324,7 +301,7 @@ def _check_keys(value: Any) -> None:
     if isinstance(value, dict):
         spelled = [_spelled(key) for key in value]
         if len(set(spelled)) != len(spelled):
-            raise _repeated(_twice(spelled))
+            raise _repeated(find_repeated(spelled))
         value = value.values()
     for inner in value:
         if isinstance(inner, (dict, list, tuple)):
@@ -344,7 +321,7 @@ def parsed(data: bytes) -> Any:
     """The value in *data*, which another writer of JSON has made; LineError for a key that it wrote twice."""
     try:
         return _READER.decode(data.decode())
-    except _RepeatedKey as error:
+    except RepeatedKeyError as error:
         raise _repeated(error.key) from None
 
 

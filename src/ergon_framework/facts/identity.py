@@ -17,6 +17,7 @@ from itertools import accumulate
 from typing import Any, Final, NoReturn
 
 from ergon_framework.facts.errors import InvalidFactError
+from ergon_framework.strict_json import RepeatedKeyError, refuse_repeated_keys
 
 #: The whole numbers that every reader of JSON understands alike are those up to this one, on both sides of zero.
 WHOLE: Final = 2**53
@@ -86,12 +87,12 @@ def _constant(literal: str) -> NoReturn:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise InvalidFactError(f"the key {twice[:_SHOWN]!r} stands twice in one object; readers would disagree on it")
-    return found
+    try:
+        return refuse_repeated_keys(pairs)
+    except RepeatedKeyError as error:
+        raise InvalidFactError(
+            f"the key {error.key[:_SHOWN]!r} stands twice in one object; readers would disagree on it"
+        ) from None
 
 
 _ENDLESS: Final = (float("inf"), float("-inf"))

@@ -13,8 +13,11 @@ from hypothesis import strategies as st
 
 from ergon_framework.connectors.base import UndecodableError
 from ergon_framework.connectors.codec import MAX_DEPTH, WIRE, Form, JsonCodec, UnencodableError, decode
+from ergon_framework.connectors.memory import MemoryConnector
 from ergon_framework.errors import Category
 from ergon_framework.failure import Attempt
+from ergon_framework.task.decorators import consumer
+from ergon_framework.task.mixins.policies import ConsumerPolicy
 from ergon_framework.transaction import HISTORY, Transaction
 
 CODEC = JsonCodec()
@@ -379,3 +382,42 @@ def test_blanks_around_a_body_mean_nothing(body):
 def test_a_body_is_one_value_and_nothing_else(body):
     with pytest.raises(UndecodableError):
         CODEC.decode(body, HEADERS)
+
+
+@pytest.mark.spec("SEC-23")
+@pytest.mark.parametrize(
+    "body", [b'{"a": 1, "a": 2}', b'[{"b": {"a": 1, "c": 0, "\\u0061": 1}}]'], ids=["plain", "escaped"]
+)
+def test_a_repeated_key_of_a_body_is_undecodable(body):
+    with pytest.raises(UndecodableError, match="names one key twice in an object"):
+        JsonCodec().decode(body, {"ergon-id": "order-1"})
+
+
+@pytest.mark.spec("SEC-23")
+@pytest.mark.parametrize(
+    "name, text",
+    [
+        ("ergon-history", '[{"attempt": 1, "attempt": 9, "category": "SYSTEM", "error": "x"}]'),
+        ("ergon-deferral", '{"count": 1, "count": 9, "since": 1.0, "at": 1.0, "until": null, "code": "", "error": ""}'),
+    ],
+)
+def test_a_repeated_key_of_a_header_is_undecodable(name, text):
+    with pytest.raises(UndecodableError, match=f"header '{name}'"):
+        JsonCodec().decode(b"{}", {"ergon-id": "order-1", name: text})
+
+
+@pytest.mark.spec("SEC-23")
+@pytest.mark.invariant
+def test_a_message_with_a_repeated_key_is_a_dead_letter_with_its_bytes():
+    orders = MemoryConnector("orders", codec=JsonCodec())
+    orders.receive(b'{"amount": 1, "amount": 900}', {"ergon-id": "order-1"})
+    handled = []
+
+    @consumer(orders)
+    def charge(order):
+        handled.append(order)
+
+    charge.run(ConsumerPolicy())
+    (record,) = orders.dead_letters
+    assert handled == []
+    assert (record.reason, record.raw) == ("undecodable", b'{"amount": 1, "amount": 900}')

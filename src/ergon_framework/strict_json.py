@@ -1,0 +1,44 @@
+"""The rules of JSON that every reader here shares: finite numbers, no constants, and each key once in an object."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+from ergon_framework.errors import ErgonError
+
+
+class RepeatedKeyError(ErgonError, ValueError):
+    """An object names one key twice: readers that take the first and readers that take the last would disagree."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__("an object names one key twice")
+        self.key = key
+
+
+def parse_finite(literal: str) -> float:
+    """Return the number of *literal*; ValueError beyond the range of a float."""
+    number = float(literal)
+    if not math.isfinite(number):
+        raise ValueError("a number beyond the range of a float")
+    return number
+
+
+def refuse_constant(literal: str) -> NoReturn:
+    """Refuse NaN and Infinity, which the library reads and JSON does not have."""
+    raise ValueError(f"{literal} is not JSON")
+
+
+def refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object of *pairs*; RepeatedKeyError if a key occurs twice."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise RepeatedKeyError(find_repeated(key for key, _ in pairs))
+    return found
+
+
+def find_repeated(keys: Iterable[str]) -> str:
+    """Return the key that occurs most often in *keys*."""
+    return Counter(keys).most_common(1)[0][0]
