@@ -13,6 +13,7 @@ from ergon_framework.connectors.base import Ack, Later, SettleResult
 from ergon_framework.connectors.postgres import PostgresQueue
 from ergon_framework.errors import ConnectionLost
 from ergon_framework.schema.migrate import upgrade
+from ergon_framework.schema.migrations.versions import r0014_worker_lease
 from ergon_framework.transaction import Transaction
 from tests.integration.counters import looked_at
 
@@ -173,3 +174,58 @@ def test_a_forked_child_that_closes_the_queue_does_not_retire_its_parent(postgre
     upgrade(dsn)
     command = [sys.executable, "-W", "ignore", "-c", CLOSED_IN_A_CHILD, dsn]
     assert subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.split() == ["1"]
+
+
+def set_clock_back(database):
+    """Have every lease end an hour later than it would: what a clock that is set back by an hour does."""
+    with psycopg.connect(database, autocommit=True) as connection:
+        # Without the trigger: no worker has written this time.
+        connection.execute("set session_replication_role = replica")
+        connection.execute("update ergon.worker set alive_until = alive_until + interval '1 hour'")
+
+
+@pytest.mark.spec("SEC-24")
+def test_claims_of_a_dead_worker_return_after_the_lease_although_the_clock_was_set_back(database):
+    dead = PostgresQueue("orders", dsn=database, lease=1.0)
+    dead.dispatch([Transaction("order-1")])
+    assert len(fetched(dead, 1)) == 1
+    set_clock_back(database)
+    # Another lease, and so another worker.
+    living = PostgresQueue("orders", dsn=database, lease=1.5)
+    (delivery,) = fetched(living, 1)
+    assert (delivery.transaction.id, delivery.deliveries) == ("order-1", 2)
+    living.settle([(delivery, Ack())])
+    living.close()
+    dead.close()
+
+
+@pytest.mark.spec("SEC-24")
+def test_a_living_worker_keeps_its_claims_although_the_clock_was_set_back(database):
+    holder = PostgresQueue("orders", dsn=database, lease=30.0)
+    holder.dispatch([Transaction("order-1")])
+    (delivery,) = fetched(holder, 1)
+    set_clock_back(database)
+    other = PostgresQueue("orders", dsn=database, lease=0.5)
+    assert other.fetch_transactions(1, wait=2.0) == []
+    with psycopg.connect(database) as connection:
+        ((left,),) = connection.execute(
+            "select max(extract(epoch from alive_until - now()))::float8 from ergon.worker where lease > interval '9 s'"
+        ).fetchall()
+    # The whole lease of the worker that holds it, not that of the one that looked.
+    assert 20.0 < left < 31.0
+    assert holder.settle([(delivery, Ack())]) == [SettleResult.SETTLED]
+    other.close()
+    holder.close()
+
+
+@pytest.mark.spec("SEC-24")
+def test_leases_of_a_schema_without_their_length_end_as_before(postgres):
+    dsn = postgres.create_database("oldleases")
+    upgrade(dsn, r0014_worker_lease.down_revision)
+    dead = PostgresQueue("orders", dsn=dsn, lease=1.0)
+    dead.dispatch([Transaction("order-1")])
+    assert len(fetched(dead, 1)) == 1
+    living = PostgresQueue("orders", dsn=dsn, lease=1.5)
+    assert [delivery.transaction.id for delivery in fetched(living, 1)] == ["order-1"]
+    living.close()
+    dead.close()

@@ -7,7 +7,22 @@ from typing import Final
 #: The schema that all tables live in.
 SCHEMA: Final = "ergon"
 #: The chain of migrations, the oldest first. Each leaves the tables usable for the release before it.
-CHAIN: Final = ("0001", "0002", "0003", "0004", "0005", "0006", "0007", "0008", "0009", "0010", "0011", "0012", "0013")
+CHAIN: Final = (
+    "0001",
+    "0002",
+    "0003",
+    "0004",
+    "0005",
+    "0006",
+    "0007",
+    "0008",
+    "0009",
+    "0010",
+    "0011",
+    "0012",
+    "0013",
+    "0014",
+)
 #: The oldest revision that this release can work on.
 NEEDED: Final = "0001"
 

@@ -217,7 +217,7 @@ def _message_id(letter: api.Stored) -> str:
     return f"replay.{letter.subject}.{letter.seq}.{letter.at}"
 
 
-async def replace(line: Line, names: Names, place: str, transaction: Transaction, *, codec: Codec) -> ReplayResult:
+async def replace_dead(line: Line, names: Names, place: str, transaction: Transaction, *, codec: Codec) -> ReplayResult:
     """Publish *transaction*, then delete the dead letter at *place*; the second of two that do so publishes nothing."""
     moving = _Moving([place])
     for _, told in await moving.asked(line, lambda seq: api.request(f"STREAM.MSG.GET.{names.dead}", seq=seq)):

@@ -521,7 +521,7 @@ class NatsQueue(AsyncConnector):
 
     async def replace_dead_async(self, place: str, transaction: Transaction) -> ReplayResult:
         line = await self._ready_line()
-        return await burials.replace(line, self._names, place, self.stamped(transaction), codec=self._codec)
+        return await burials.replace_dead(line, self._names, place, self.stamped(transaction), codec=self._codec)
 
 
 def _monitored(address: str, timeout: float) -> dict[str, Any] | None:

@@ -141,7 +141,7 @@ def discarded(queue: int, places: Sequence[str]) -> Operation[Sequence[ReplayRes
     return (yield from _moved(_DISCARD, queue, places, Became.DISCARDED))
 
 
-def replace(queue: int, place: str, parameters: Mapping[str, Any]) -> Operation[ReplayResult]:
+def replace_dead(queue: int, place: str, parameters: Mapping[str, Any]) -> Operation[ReplayResult]:
     """Put the transaction of *parameters*, as a dispatch has them, into the queue in place of a dead letter."""
     dead = _id(place)
     rows = [] if dead is None else (yield Query(_REPLACE, {**parameters, "number": queue, "dead": dead}))

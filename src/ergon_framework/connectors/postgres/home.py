@@ -40,6 +40,8 @@ class Home:
         self.cleanup = Cleanup(dsn)
         #: None before anybody has looked.
         self.durability: Durability | None = None
+        #: Whether the schema has the length of each lease.
+        self.has_leases = False
         self.users = 0
         self._reaped = float("-inf")
         self._strays = time.monotonic()
@@ -54,6 +56,7 @@ class Home:
             raise ConfigurationError(
                 f"the database is at revision {revision or 'none'}, this release needs {NEEDED}; run: ergon db upgrade"
             )
+        self.has_leases = suffices(revision, statements.LEASES)
         rows = yield Query(statements.SETTINGS)
         self.durability = judged(dict(rows))
         level = logging.INFO if self.durability.durable else logging.WARNING
@@ -68,7 +71,9 @@ class Home:
             return False
         self._reaped = now
         found = False
-        if (yield Query(statements.EXPIRED)):
+        if (yield Query(statements.EXPIRED_OR_AHEAD if self.has_leases else statements.EXPIRED)):
+            if self.has_leases:
+                yield Query(statements.BOUND_LEASES)
             yield BEGIN
             buried = yield Query(statements.BURY_WORKERS)
             if buried:

@@ -610,7 +610,7 @@ class PostgresQueue(Connector, AsyncConnector):
 
         def replaced(home: Home) -> Operation[ReplayResult]:
             number = yield from self._opened(home)
-            result = yield from burials.replace(number, place, given.parameters)
+            result = yield from burials.replace_dead(number, place, given.parameters)
             yield Query(statements.WAKE, {"queue": number})
             self._arrivals.arrived()
             return result

@@ -66,6 +66,21 @@ LIVING: Final = "select id from ergon.worker where id = any(%(workers)s)"
 
 EXPIRED: Final = "select 1 from ergon.worker where alive_until < now() limit 1"
 
+#: The revision with the length of each lease.
+LEASES: Final = "0014"
+#: After the clock of the server was set back, a lease ends later than it is long. The time is read as each row is, not
+#: at the start of the transaction: a worker that has renewed its lease meanwhile keeps all of it.
+_AHEAD: Final = "alive_until > clock_timestamp() + lease + interval '1 second'"
+
+EXPIRED_OR_AHEAD: Final = f"select 1 from ergon.worker where alive_until < now() or {_AHEAD} limit 1"
+
+#: A living worker has a whole lease left to renew it; a dead one's claims return after that lease.
+BOUND_LEASES: Final = f"""
+update ergon.worker set alive_until = clock_timestamp() + lease where id in (
+    select id from ergon.worker where {_AHEAD} for update skip locked
+)
+"""
+
 BURY_WORKERS: Final = """
 delete from ergon.worker where id in (
     select id from ergon.worker where alive_until < now() for update skip locked

@@ -121,7 +121,7 @@ def discarded(keys: Keys, places: Sequence[str]) -> Operation[Sequence[ReplayRes
     return _results(places, [Became.DISCARDED if answer else Became.GONE for answer in answers])
 
 
-def replace(keys: Keys, place: str, fields: Sequence[str | bytes]) -> Operation[ReplayResult]:
+def replace_dead(keys: Keys, place: str, fields: Sequence[str | bytes]) -> Operation[ReplayResult]:
     """Add the message of *fields* to the queue in place of a dead letter, in one step."""
     became: list[Became] = []
     if _PLACE(place):

@@ -547,7 +547,7 @@ class RedisQueue(Connector, AsyncConnector):
 
         def replaced(home: Home) -> Operation[ReplayResult]:
             yield from self._opened(home)
-            result = yield from burials.replace(self._keys, place, fields)
+            result = yield from burials.replace_dead(self._keys, place, fields)
             self._arrivals.arrived()
             return result
 
