@@ -55,7 +55,7 @@ MAX_RSS = 1_000
 #: What a caller without any right may get.
 REFUSED = {"UNAUTHENTICATED", "PERMISSION_DENIED", "UNAVAILABLE", "RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "CANCELLED"}
 #: What no answer to a well-formed gRPC call may be: it stands for an exception in the service.
-BROKEN = {"INTERNAL", "UNKNOWN", "DATA_LOSS"}
+BROKEN = {"INTERNAL", "UNKNOWN"}
 LOGGED = re.compile(r"Traceback|level=(?:error|critical)|never retrieved")
 #: What differs in two lines that say the same.
 CHANGING = re.compile(r"time=\S+ |code=\w+ ")

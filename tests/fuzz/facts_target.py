@@ -6,6 +6,7 @@ it is answered or refused with an error of facts.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import shlex
 import sys
@@ -63,13 +64,12 @@ class Room:
 room = Room()
 
 
+LOOP = asyncio.new_event_loop()
+
+
 def ended(coroutine):
-    """What *coroutine* returns: nothing of a store in memory ever waits."""
-    try:
-        coroutine.send(None)
-    except StopIteration as stop:
-        return stop.value
-    raise AssertionError("it waits for something")
+    """What *coroutine* returns; it may use threads, and has an end."""
+    return LOOP.run_until_complete(asyncio.wait_for(coroutine, 20))
 
 
 def check_request(name, data):
