@@ -61,7 +61,7 @@ LOGGED = re.compile(r"Traceback|level=(?:error|critical)|never retrieved")
 CHANGING = re.compile(r"time=\S+ |code=\w+ ")
 #: A line of gRPC's own, which is in C++ and knows no logging of Python.
 CORE = re.compile(r"[IWEF]\d{4} [\d:.]+ +\d+ \w+\.cc:\d+\]")
-OUT = Pair("Plant A", "HQ")
+ZONES = ("", "", "Plant A", "HQ", "x" * 300, "\0")
 HEALTH = "/grpc.health.v1.Health/"
 
 
@@ -367,6 +367,8 @@ class Attacker:
             # A connection that grpcio itself gives up is INTERNAL too, and has no words of the service.
             if status in BROKEN and "RST_STREAM" not in details and "GOAWAY" not in details:
                 self._run.fail(f"{what} of {who} ended with {status}: {details}")
+        if what == "PutObject" and status == "OK" and who != "plant":
+            self._run.fail(f"an upload of {who} was granted")
         if who in {"nameless", "revoked"} and status not in REFUSED and not what.startswith("health"):
             self._run.fail(f"{what} of {who} ended with {status}")
         return status
@@ -454,9 +456,8 @@ class Attacker:
         expected = dice.choice((None, wire.Stored(digest=digest, size=stated)))
         key = dice.choice(("a/k", f"u/{dice.randrange(50)}", "../../x", "x" * 2000, "a\0b"))
         begin = dice.choice((0, 0, 0, 1, 1000, 2**62, -1))
-        header = wire.PutObjectRequest(
-            header=wire.PutObjectHeader(bucket=dice.choice(("b", "..", "")), key=key, expected=expected, begin=begin)
-        )
+        place = {"bucket": dice.choice(("b", "b", "..", "")), "key": key, "zone": dice.choice(ZONES)}
+        header = wire.PutObjectRequest(header=wire.PutObjectHeader(**place, expected=expected, begin=begin))
         piece = wire.PutObjectRequest(piece=dice.randbytes(dice.choice((0, 1, 1000, 2**20))))
         end = wire.PutObjectRequest(end=wire.PutObjectEnd(size=dice.choice((0, 1, 1000, len(piece.piece), 2**62))))
         parts = [header, *(dice.choice((piece, piece, header, end)) for _ in range(dice.randrange(6)))]
@@ -472,8 +473,8 @@ class Attacker:
     def _download(self) -> str:
         key = self._dice.choice(("a/k", f"u/{self._dice.randrange(50)}", "..", "owner"))
         begin = self._dice.choice((0, 1, 10**6, 2**62, -1))
-        data = wire.GetObjectRequest(bucket="b", key=key, begin=begin).SerializeToString()
-        return self._streamed("GetObject", self._caller(), data)
+        request = wire.GetObjectRequest(bucket="b", key=key, begin=begin, zone=self._dice.choice(ZONES))
+        return self._streamed("GetObject", self._caller(), request.SerializeToString())
 
 
 def _raising(error):
