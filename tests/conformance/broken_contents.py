@@ -303,3 +303,10 @@ class SaysWhatWasExpected(MemoryContents):
 
             taken.seal = careless
             yield taken
+
+
+class CountsNoUploads(MemoryContents):
+    """What is not sealed counts for nothing."""
+
+    def upload_bytes(self):
+        return 0

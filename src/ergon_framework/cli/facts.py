@@ -95,6 +95,13 @@ def serve(
     max_readers: Annotated[
         int, typer.Option(min=1, metavar="N", help="Readers that each other zone may have here at most.")
     ] = 100,
+    max_uploads: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Artifacts that a zone may upload at the same time.")
+    ] = 16,
+    keep_uploads: Annotated[
+        float,
+        typer.Option(parser=lasting, metavar="TIME", help="How long an upload that broke off can be gone on with."),
+    ] = "1h",  # type: ignore[assignment]  # the parser is given it as it is written
     keep: Annotated[
         float | None,
         typer.Option(
@@ -128,7 +135,8 @@ def serve(
     Certificates, keys and the list of revoked ones are read again when they change. The address of the database is
     ERGON_POSTGRES__DSN of the environment, or postgres.dsn of ergon.toml. The first line says where it listens.
 
-    A store that has --max-facts or --max-bytes refuses what is beyond, and loses nothing. With --keep it lets go of
+    A store that has --max-facts or --max-bytes refuses what is beyond, and loses nothing; bytes of uploads that are not
+    complete count, and a larger artifact is refused before its first byte is sent. With --keep it lets go of
     facts that are older, once every registered reader has confirmed them, and of artifacts that no fact names any more.
 
     Exit codes: 0 ended in order, 2 it could not begin: something is wrong, taken, or not durable.
@@ -152,6 +160,8 @@ def serve(
         max_facts=max_facts,
         max_bytes=max_bytes,
         max_readers=max_readers,
+        max_uploads=max_uploads,
+        keep_uploads=keep_uploads,
         retention=None if keep is None else RetentionPolicy(keep=keep, interval=prune_every),
         probe_port=probe_port,
     )

@@ -19,7 +19,7 @@ from ergon_framework.cli.logs import configure
 from ergon_framework.errors import ConfigurationError, ErgonError, text
 from ergon_framework.facts.model import Side
 from ergon_framework.facts.policy import RetentionPolicy
-from ergon_framework.facts.retention import Retention
+from ergon_framework.facts.retention import Retention, sweep_uploads
 from ergon_framework.facts.room import Room, of_disk, of_store
 from ergon_framework.facts.service import libraries
 from ergon_framework.facts.stores.memory import MemoryBoundary
@@ -66,6 +66,9 @@ class Order:
     max_facts: int | None = None
     max_bytes: int | None = None
     max_readers: int = 100
+    max_uploads: int = 16
+    #: Seconds for which an upload that broke off can be gone on with.
+    keep_uploads: float = 3600.0
     #: None keeps all for ever.
     retention: RetentionPolicy | None = None
     #: None leaves it to the configuration.
@@ -109,7 +112,7 @@ async def _serve(order: Order, probes: ProbeSettings) -> None:
             listen=order.listen,
             revoked=order.revoked,
             crl=order.crl,
-            limits=servers.Limits(readers=order.max_readers),
+            limits=servers.Limits(readers=order.max_readers, uploads=order.max_uploads),
         )
         with ExitStack() as beside:
             serving = Event()
@@ -146,16 +149,19 @@ async def _store(order: Order) -> AsyncIterator[Any]:
         yield MemoryBoundary(side=order.side, max_facts=order.max_facts, max_bytes=order.max_bytes)
         return
     dsn = database(order.config)
-    contents = None
+    contents, beside = None, ExitStack()
     if order.contents is not None:
         contents = importlib.import_module("ergon_framework.facts.stores.files").FileContents(order.contents)
+        beside.enter_context(sweep_uploads(contents, keep=order.keep_uploads))
     postgres = importlib.import_module("ergon_framework.facts.stores.postgres")
-    async with postgres.PostgresBoundary(
+    store = postgres.PostgresBoundary(
         dsn,
         side=order.side,
         contents=contents,
         max_facts=order.max_facts,
         max_bytes=order.max_bytes,
         accept_loss=order.accept_loss,
-    ) as store:
-        yield store
+    )
+    with beside:
+        async with store:
+            yield store

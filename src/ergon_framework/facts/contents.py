@@ -7,8 +7,10 @@ of it blocks, for disks have no other form: the async flavour of a store calls i
 from __future__ import annotations
 
 import re
+import threading
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Final
 
@@ -79,6 +81,46 @@ class Contents(ABC):
     @abstractmethod
     def sweep(self, before_unix_ms: int) -> int:
         """Remove uploads that nobody has added to since; how many. Who has one of them in hand loses it."""
+
+    @abstractmethod
+    def upload_bytes(self) -> int:
+        """Return the bytes of all uploads that are not sealed: those that arrive, and those that broke off."""
+
+
+class ByteBudget:
+    """How many bytes may still be written: counted as they come, and measured anew before any are refused."""
+
+    #: Seconds between two measurements while uploads are refused: a measurement looks at every upload.
+    INTERVAL_SECONDS: Final = 1.0
+
+    def __init__(self, limit: int | None) -> None:
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._used: int | None = None
+        self._measured = float("-inf")
+
+    def measure(self, measure: Callable[[], int]) -> int:
+        """Return the bytes that are used, as *measure* finds them now."""
+        with self._lock:
+            return self._look(measure)
+
+    def take(self, size: int, measure: Callable[[], int]) -> int | None:
+        """Count *size* bytes more; if they are too many, count nothing and return the bytes that are used."""
+        if self._limit is None:
+            return None
+        with self._lock:
+            used = self._look(measure) if self._used is None else self._used
+            if used + size > self._limit and time.monotonic() - self._measured > self.INTERVAL_SECONDS:
+                used = self._look(measure)
+            if used + size > self._limit:
+                return used
+            self._used = used + size
+            return None
+
+    def _look(self, measure: Callable[[], int]) -> int:
+        self._used = measure()
+        self._measured = time.monotonic()
+        return self._used
 
 
 # -- what all of them say --------------------------------------------------------------------------------

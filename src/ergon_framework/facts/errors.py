@@ -144,6 +144,15 @@ class AccessDenied(FactError):
     code = "access_denied"
 
 
+class LimitExceeded(FactError):
+    """The caller, or all callers together, have too much in flight; nothing was done, try again later."""
+
+    # It is no attempt of the handler: the limit is free again as soon as other calls have ended.
+    later = True
+    retry_after = 1.0
+    code = "limit_exceeded"
+
+
 class NotOffered(FactError):
     """It is done where the store is, and nobody can ask for it over the line."""
 

@@ -16,6 +16,7 @@ from typing import Final, Self
 
 from ergon_framework.errors import ErgonError, text
 from ergon_framework.facts.boundary import Boundary, Pruned
+from ergon_framework.facts.contents import Contents
 from ergon_framework.facts.policy import RetentionPolicy
 from ergon_framework.telemetry import logs
 from ergon_framework.telemetry.names import LIBRARY, Event, Field
@@ -24,6 +25,34 @@ log: Final = logging.getLogger(f"{LIBRARY}.facts")
 
 #: Seconds that a round which is under way has at the end. What it has not removed by then is removed by the next one.
 PARTING: Final = 5.0
+
+
+#: Seconds between two looks for uploads that broke off, at most.
+SWEEP_INTERVAL: Final = 60.0
+
+
+@contextmanager
+def sweep_uploads(contents: Contents, *, keep: float, wall: Callable[[], float] = time.time) -> Iterator[None]:
+    """Remove uploads that were not gone on with for *keep* seconds, on a thread, for as long as this lasts."""
+    over = threading.Event()
+
+    def run() -> None:
+        while True:
+            try:
+                contents.sweep(int((wall() - keep) * 1000))
+            except (ErgonError, OSError) as error:
+                why = {Field.ERROR: text(error), Field.ERROR_TYPE: type(error).__name__}
+                logs.say(logging.WARNING, Event.PRUNING_FAILED, why, to=log)
+            if over.wait(min(keep / 2, SWEEP_INTERVAL)):
+                return
+
+    thread = threading.Thread(target=run, name="ergon-uploads", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(PARTING)
 
 
 class Retention:

@@ -341,7 +341,7 @@ def test_room_that_others_have_made_is_found(tmp_path):
     with pytest.raises(BufferFull, match="900 bytes of artifacts are here and 1000 is the most"):
         keep(other, b"y" * 200)
     contents.remove(stored.digest)
-    other._room.EVERY = 0.0
+    other._budget.INTERVAL_SECONDS = 0.0
     assert keep(other, b"y" * 200).size == 200
 
 

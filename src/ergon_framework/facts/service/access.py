@@ -85,6 +85,10 @@ class Access:
             return ""
         return zone or (next(iter(mine)) if len(mine) == 1 else "")
 
+    def own_zones(self, who: Identity) -> frozenset[str]:
+        """Return the zones of the store that *who* is."""
+        return who.zones & self._own
+
     def owners(self, who: Identity, zone: str = "") -> Sequence[str]:
         """Return whose artifacts are looked through, in this order, when *who* asks for one of *zone*."""
         if zone:

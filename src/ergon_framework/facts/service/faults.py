@@ -44,6 +44,7 @@ _STATUS: Final[dict[str, grpc.StatusCode]] = {
     "ReaderUnknown": grpc.StatusCode.NOT_FOUND,
     "TooManyReaders": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "AccessDenied": grpc.StatusCode.PERMISSION_DENIED,
+    "LimitExceeded": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "NotOffered": grpc.StatusCode.UNIMPLEMENTED,
     "ServiceFailed": grpc.StatusCode.INTERNAL,
 }

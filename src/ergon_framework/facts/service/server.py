@@ -22,6 +22,7 @@ from ergon_framework.facts.service.requests import MESSAGE
 from ergon_framework.facts.service.revoked import Revoked
 from ergon_framework.facts.service.service import NAME, BoundaryService
 from ergon_framework.facts.service.threads import as_async
+from ergon_framework.facts.service.uploads import MAX_UPLOADS
 
 #: Bytes of metadata that are sent and taken; a fault has to fit.
 METADATA: Final = 16 * 1024
@@ -38,6 +39,8 @@ class Limits:
     streams: int = 100
     #: Readers that a zone may have here that is no zone of the store; each holds up retention until it is retired.
     readers: int = MAX_READERS
+    #: Artifacts that a zone may upload at the same time.
+    uploads: int = MAX_UPLOADS
     #: How long a call may take, and how long a stream may stand still.
     patience: float = 30.0
     #: After that a connection is replaced, so that a handshake looks at the certificate anew; and how long its calls
@@ -93,6 +96,7 @@ class BoundaryServer:
             Access(self.zones, max_readers=self.limits.readers),
             revoked,
             patience=self.limits.patience,
+            max_uploads=self.limits.uploads,
             clock=self.clock,
         )
         self._server = grpc.aio.server(options=self.limits.options(), maximum_concurrent_rpcs=self.limits.calls)

@@ -21,6 +21,7 @@ from ergon_framework.facts.service.access import Access
 from ergon_framework.facts.service.fetching import fetched
 from ergon_framework.facts.service.identity import Identity
 from ergon_framework.facts.service.revoked import Revoked
+from ergon_framework.facts.service.uploads import MAX_UPLOADS, UploadSlots
 
 NAME: Final = "ergon.facts.v1.Boundary"
 #: The largest piece of an artifact in one message.
@@ -41,6 +42,7 @@ class BoundaryService:
         revoked: Revoked,
         *,
         patience: float = 30.0,
+        max_uploads: int = MAX_UPLOADS,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._store = store
@@ -48,6 +50,7 @@ class BoundaryService:
         self._revoked = revoked
         self._patience = patience
         self._clock = clock
+        self._upload_slots = UploadSlots(max_uploads)
         self._leaving = False
         self._bells: set[asyncio.Event] = set()
 
@@ -160,10 +163,12 @@ class BoundaryService:
         if not isinstance(header, requests.Put):
             raise InvalidFactError("an upload begins with a header that says where it goes")
         owner = self._access.put(who, header.zone)
+        slot = self._upload_slots.take(self._access.own_zones(who))
         async with aclosing(self._pieces(who, incoming)) as pieces:
-            stored = await self._store.put_object_async(
-                header.bucket, header.key, pieces, expected=header.expected, begin=header.begin, zone=owner
-            )
+            with slot:
+                stored = await self._store.put_object_async(
+                    header.bucket, header.key, pieces, expected=header.expected, begin=header.begin, zone=owner
+                )
         return messages.write_stored(stored)
 
     async def _pieces(self, who: Identity, incoming: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:

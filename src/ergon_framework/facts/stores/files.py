@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import os
 import stat
-import threading
-import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.facts.boundary import CHUNK
-from ergon_framework.facts.contents import Contents, Receiving, check_upload, hexadecimal, is_upload
+from ergon_framework.facts.contents import ByteBudget, Contents, Receiving, check_upload, hexadecimal, is_upload
 from ergon_framework.facts.errors import BufferFull
 from ergon_framework.facts.stores.file_system import (
     FILE,
@@ -59,7 +57,8 @@ class FileContents(Contents):
         finally:
             os.close(root)
         self._durable = keeps_what_is_synced(self._path)
-        self._room = _Room(max_bytes)
+        self._max_bytes = max_bytes
+        self._budget = ByteBudget(max_bytes)
         #: Folders of which this process has seen to it that they last.
         self._lasting: set[str] = set()
 
@@ -82,7 +81,7 @@ class FileContents(Contents):
             name,
             begin=begin,
             resumable=upload is not None,
-            room=lambda size: self._room.take(size, self._measure),
+            room=self._take,
             place=lambda digest: self._place(part(name), digest),
         )
         try:
@@ -91,6 +90,13 @@ class FileContents(Contents):
             yield taken
         finally:
             taken.close()
+
+    def _take(self, size: int) -> None:
+        used = self._budget.take(size, self._measure)
+        if used is not None:
+            raise BufferFull(
+                f"{used} bytes of artifacts are here and {self._max_bytes} is the most: nothing was stored"
+            )
 
     def _place(self, name: str, digest: str) -> None:
         digits = _digits(digest)
@@ -206,49 +212,25 @@ class FileContents(Contents):
 
     def _measure(self) -> int:
         """Bytes that are here, sealed or not."""
-        size = 0
-        for top, kind in ((self._objects, ""), (self._uploads, ".part")):
-            for _, _, files, at in os.fwalk(".", dir_fd=top):
-                for name in files:
-                    with suppress(FileNotFoundError):
-                        size += os.stat(name, dir_fd=at, follow_symlinks=False).st_size if name.endswith(kind) else 0
-        return size
+        return _measure(self._objects, "") + self.upload_bytes()
+
+    def upload_bytes(self) -> int:
+        with told("cannot measure uploads"):
+            return _measure(self._uploads, ".part")
+
+
+def _measure(top: int, ending: str) -> int:
+    """Bytes of all files below the folder *top* whose name ends so."""
+    size = 0
+    for _, _, files, at in os.fwalk(".", dir_fd=top):
+        for name in files:
+            if name.endswith(ending):
+                with suppress(FileNotFoundError):
+                    size += os.stat(name, dir_fd=at, follow_symlinks=False).st_size
+    return size
 
 
 def _digits(digest: str) -> str:
     digits = hexadecimal(digest)
     assert digits is not None  # noqa: S101 - made by a hash, or looked at before
     return digits
-
-
-class _Room:
-    """How much may still be written: counted up, and measured anew before anybody is refused."""
-
-    #: Measuring walks over all files; whoever is refused at once tries again at once.
-    EVERY = 1.0
-
-    def __init__(self, limit: int | None) -> None:
-        self._limit = limit
-        self._lock = threading.Lock()
-        self._used: int | None = None
-        self._measured = float("-inf")
-
-    def take(self, size: int, measure: Callable[[], int]) -> None:
-        """Count *size* more, or say that it is too much."""
-        if self._limit is None:
-            return
-        with self._lock:
-            if self._used is None or self._used + size > self._limit:
-                self._used = self._looked(measure)
-            if self._used + size > self._limit:
-                raise BufferFull(
-                    f"{self._used} bytes of artifacts are here and {self._limit} is the most: nothing was stored"
-                )
-            self._used += size
-
-    def _looked(self, measure: Callable[[], int]) -> int:
-        now = time.monotonic()
-        if self._used is None or now - self._measured > self.EVERY:
-            self._used = measure()
-            self._measured = now
-        return self._used

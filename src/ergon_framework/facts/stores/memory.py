@@ -9,7 +9,7 @@ import uuid
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Self
+from typing import Final, Self
 
 from ergon_framework.facts import observe
 from ergon_framework.facts.blob import to_pieces
@@ -48,6 +48,9 @@ from ergon_framework.facts.model import (
 )
 from ergon_framework.facts.stores import refusals
 from ergon_framework.facts.stores.memory_artifacts import Artifacts, Upload
+
+#: Seconds after which an upload that broke off is removed, if there is no room for another.
+IDLE: Final = 60.0
 
 
 class _Log:
@@ -241,7 +244,7 @@ class MemoryBoundary(Boundary, AsyncBoundary):
             if retained + facts > self._max_facts:
                 raise refusals.full("facts", retained, self._max_facts)
         if self._max_bytes is not None:
-            used = self._bytes + self._artifacts.size
+            used = self._used_bytes()
             if used + size > self._max_bytes:
                 raise refusals.full("bytes", used, self._max_bytes)
 
@@ -360,7 +363,7 @@ class MemoryBoundary(Boundary, AsyncBoundary):
         try:
             with self._receiving(name, expected, begin) as upload:
                 for piece in to_pieces(blob):
-                    upload.add(piece)
+                    self._add(name, upload, piece)
                 return self._kept(name, upload, expected)
         except BaseException as error:
             observe.put_failed(self._side.store_buffer, error)
@@ -382,7 +385,7 @@ class MemoryBoundary(Boundary, AsyncBoundary):
         try:
             with self._receiving(name, expected, begin) as upload:
                 async for piece in blob:
-                    upload.add(piece)
+                    self._add(name, upload, piece)
                 return self._kept(name, upload, expected)
         except BaseException as error:
             observe.put_failed(self._side.store_buffer, error)
@@ -396,16 +399,47 @@ class MemoryBoundary(Boundary, AsyncBoundary):
     @contextmanager
     def _receiving(self, name: ObjectName, expected: Stored | None, begin: int) -> Iterator[Upload]:
         with self._lock:
+            if expected is not None:
+                here = self._artifacts.received(name, expected)
+                self._make_sure_of_upload(name, expected.size - here, expected)
             upload = self._artifacts.begin(name, expected, begin)
+            self._artifacts.arriving.add(upload)
         try:
             yield upload
         except ArtifactMismatch:
             raise
         except BaseException:
-            if expected is not None:
+            if expected is not None and upload.is_kept:
                 with self._lock:
                     self._artifacts.interrupt(name, expected, upload, self._now())
             raise
+        finally:
+            with self._lock:
+                self._artifacts.arriving.discard(upload)
+
+    def _add(self, name: ObjectName, upload: Upload, piece: bytes) -> None:
+        if self._max_bytes is not None and upload.is_kept:
+            with self._lock:
+                if self._artifacts.known(name) is None:
+                    self._make_sure_of_upload(name, len(piece))
+                else:
+                    upload.is_kept = self._has_room(len(piece))
+        upload.add(piece)
+
+    def _make_sure_of_upload(self, name: ObjectName, size: int, announced: Stored | None = None) -> None:
+        """Refuse bytes that there is no room for; an upload that broke off gives way to one that comes."""
+        if self._max_bytes is None or self._has_room(size):
+            return
+        self._artifacts.sweep(self._now() - int(IDLE * 1000))
+        if not self._has_room(size):
+            used = self._used_bytes()
+            raise refusals.no_room(name, None if announced is None else announced.size, used, self._max_bytes)
+
+    def _has_room(self, size: int) -> bool:
+        return self._max_bytes is None or self._used_bytes() + self._artifacts.upload_bytes + size <= self._max_bytes
+
+    def _used_bytes(self) -> int:
+        return self._bytes + self._artifacts.size
 
     def _kept(self, name: ObjectName, upload: Upload, expected: Stored | None = None) -> Stored:
         if expected is not None and upload.stored != expected:
@@ -415,7 +449,7 @@ class MemoryBoundary(Boundary, AsyncBoundary):
             if first is None:
                 self._make_sure_of_room(facts=0, size=upload.size)
                 stored = self._artifacts.keep(name, upload, self._now())
-            else:
+            elif upload.is_kept:
                 self._artifacts.mend(upload)
         observe.put(self._side.store_buffer, "stored" if first is None else "repeated")
         return stored if first is None else first

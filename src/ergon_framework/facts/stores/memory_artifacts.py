@@ -23,11 +23,14 @@ class Upload:
         self._pieces = [content]
         self._hash = hashlib.sha256(content)
         self.size = len(content)
+        #: Without room, what may be stored already is only compared.
+        self.is_kept = True
 
     def add(self, piece: bytes) -> None:
         if not isinstance(piece, bytes | bytearray | memoryview):
             raise InvalidFactError(f"a blob yields bytes, not {type(piece).__name__}")
-        self._pieces.append(bytes(piece))
+        if self.is_kept:
+            self._pieces.append(bytes(piece))
         self._hash.update(piece)
         self.size += len(piece)
 
@@ -51,10 +54,14 @@ class Artifacts:
         #: Which retained facts name it, the oldest first; and what each of these facts names.
         self._named_by: dict[ObjectName, dict[tuple[str, str], None]] = {}
         self._uses: dict[tuple[str, str], ObjectName] = {}
+        #: Those that are coming in.
+        self.arriving: set[Upload] = set()
 
     def begin(self, name: ObjectName, expected: Stored | None, begin: int) -> Upload:
         """A new upload, or what is here of one that broke off."""
         if begin == 0:
+            if expected is not None:
+                self._partial.pop((name, expected), None)
             return Upload()
         here = 0 if expected is None else self.received(name, expected)
         if expected is None or not 0 < begin <= here:
@@ -139,7 +146,7 @@ class Artifacts:
         gone = [name for name, (_, at) in self._names.items() if at < before and name not in self._named_by]
         for name in gone:
             del self._names[name]
-        self._partial = {upload: kept for upload, kept in self._partial.items() if kept[1] >= before}
+        self.sweep(before)
         used = Counter(stored.digest for stored, _ in self._names.values())
         for digest in [digest for digest in self._contents if not used[digest]]:
             del self._contents[digest]
@@ -165,6 +172,16 @@ class Artifacts:
     def _missing(self, name: ObjectName, what: str) -> ArtifactLost | ArtifactUnknown:
         return refusals.missing(name, what, next(iter(self.namers(name)), None))
 
+    def sweep(self, before: int) -> None:
+        """Remove uploads that broke off before."""
+        self._partial = {upload: kept for upload, kept in self._partial.items() if kept[1] >= before}
+
     @property
     def size(self) -> int:
         return sum(map(len, self._contents.values()))
+
+    @property
+    def upload_bytes(self) -> int:
+        """Bytes of uploads that are not complete."""
+        broken = sum(len(content) for content, _ in self._partial.values())
+        return broken + sum(upload.size for upload in self.arriving if upload.is_kept)

@@ -28,6 +28,7 @@ class _Upload(Receiving):
     def __init__(self, home: MemoryContents, upload: str | None, content: bytes) -> None:
         self._home = home
         self.upload = upload
+        self.sealed = False
         self.content = bytearray(content)
         self.touched = home.now()
 
@@ -51,6 +52,7 @@ class _Upload(Receiving):
             if expected is not None and stored != expected:
                 raise not_as_expected(expected, stored)
             self._home.contents[stored.digest] = bytes(self.content)
+            self.sealed = True
             return stored
 
 
@@ -63,6 +65,7 @@ class MemoryContents(Contents):
         self.lock = threading.Lock()
         self.contents: dict[str, bytes] = {}
         self._uploads: dict[str, _Upload] = {}
+        self._arriving: set[_Upload] = set()
 
     @property
     def durable(self) -> bool | None:
@@ -78,7 +81,11 @@ class MemoryContents(Contents):
             taken = _Upload(self, upload, b"" if known is None else bytes(known.content[:begin]))
             if upload is not None:
                 self._uploads[upload] = taken
-        yield taken
+            self._arriving.add(taken)
+        try:
+            yield taken
+        finally:
+            self._arriving.discard(taken)
 
     def received(self, upload: str) -> int:
         with self.lock:
@@ -102,6 +109,10 @@ class MemoryContents(Contents):
             for name in gone:
                 del self._uploads[name]
             return len(gone)
+
+    def upload_bytes(self) -> int:
+        with self.lock:
+            return sum(upload.size for upload in self._arriving.union(self._uploads.values()) if not upload.sealed)
 
     # -- for an upload, under the lock ----------------------------------------------------------------
 

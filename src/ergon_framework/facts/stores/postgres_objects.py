@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 
 from ergon_framework.facts import observe
 from ergon_framework.facts.boundary import KnownObject
-from ergon_framework.facts.contents import Contents, Receiving
+from ergon_framework.facts.contents import ByteBudget, Contents, Receiving
 from ergon_framework.facts.errors import ArtifactLost, InvalidFactError
 from ergon_framework.facts.model import ObjectName, Pair, Side, Stored
 from ergon_framework.facts.stores import postgres_statements as statements
@@ -29,15 +29,25 @@ from ergon_framework.schema.operation import BEGIN, COMMIT, ROLLBACK, Operation,
 SEALING: Final = 3600.0
 #: And all else.
 ASKING: Final = 30.0
+#: Seconds without a byte after which an upload that can be gone on with is removed, if there is no room for another.
+IDLE: Final = 60.0
 
 
 class Upload:
-    """One artifact as it comes in; the digest is made here only if nobody has said what it will be."""
+    """One artifact as it comes in; the digest is made here only if nobody has said what it will be.
 
-    def __init__(self, name: ObjectName, receiving: Receiving, expected: Stored | None) -> None:
+    *fits* says of each piece whether there is room for it. Without room, what has been announced is refused; what may
+    be stored already is hashed and not kept, so that it can be compared with what is.
+    """
+
+    def __init__(
+        self, name: ObjectName, receiving: Receiving, expected: Stored | None, fits: Callable[[Upload, int], bool]
+    ) -> None:
         self.name = name
         self.receiving = receiving
         self.expected = expected
+        self.is_kept = True
+        self._fits = fits
         self._hash = hashlib.sha256() if expected is None else None
         self._size = 0
 
@@ -47,7 +57,9 @@ class Upload:
         if self._hash is not None:
             self._hash.update(piece)
             self._size += len(piece)
-        self.receiving.add(bytes(piece))
+        self.is_kept = self.is_kept and self._fits(self, len(piece))
+        if self.is_kept:
+            self.receiving.add(bytes(piece))
 
     @property
     def stored(self) -> Stored:
@@ -74,6 +86,7 @@ class Objects:
         self._side = side
         self._store = store
         self._max_bytes = max_bytes
+        self._budget = ByteBudget(max_bytes)
         self._now = now
 
     # -- taking in ------------------------------------------------------------------------------------
@@ -92,13 +105,14 @@ class Objects:
         """An upload that may be added to and kept, or what is stored if all of it is here."""
         try:
             stored = self._stored(name, expected, begin) if begin else None
+            stored = stored or self._check_room(name, expected)
             if stored is not None:
                 observe.put(self._side.store_buffer, "repeated")
                 yield stored
                 return
             upload = None if expected is None else _upload(name, expected)
             with self._contents.receive(upload, begin=begin) as receiving:
-                yield Upload(name, receiving, expected)
+                yield Upload(name, receiving, expected, self._fits)
         except BaseException as error:
             observe.put_failed(self._side.store_buffer, error)
             raise
@@ -111,9 +125,58 @@ class Objects:
         # Stored, and no longer an upload: there is nothing to go on with.
         return expected if begin > self._contents.received(_upload(name, expected)) else None
 
+    def _check_room(self, name: ObjectName, expected: Stored | None) -> Stored | None:
+        """Refuse what is announced larger than there is room for, before a byte of it is here.
+
+        What is stored already is answered, though there is no room for its bytes a second time.
+        """
+        if self._max_bytes is None:
+            return None
+        used = self._budget.measure(self._measure)
+        if expected is None:
+            return None
+        lacking = expected.size - self._contents.received(_upload(name, expected))
+        if used + lacking <= self._max_bytes:
+            return None
+        known = self._asked(name, statements.OBJECT)
+        if known is not None and known.stored == expected and self._contents.size_of(expected.digest) == expected.size:
+            return expected
+        if self._sweep() and (used := self._budget.measure(self._measure)) + lacking <= self._max_bytes:
+            return None
+        raise refusals.no_room(name, expected.size, used, self._max_bytes)
+
+    def _fits(self, upload: Upload, size: int) -> bool:
+        """Count bytes that have come; False if they are only compared with what has that name."""
+        used = self._budget.take(size, self._measure)
+        if used is not None:
+            # Once more before it is refused: the count may be older than what others have removed.
+            self._sweep()
+            self._budget.measure(self._measure)
+            used = self._budget.take(size, self._measure)
+        if used is None:
+            return True
+        if upload.expected is None and self._asked(upload.name, statements.OBJECT) is not None:
+            return False
+        raise refusals.no_room(upload.name, None, used, self._max_bytes or 0)
+
+    def _measure(self) -> int:
+        """Bytes of facts, of artifacts, and of uploads that are not sealed."""
+        store = self._store()
+        return store.lines.run(_used(store), within=ASKING) + self._contents.upload_bytes()
+
+    def _sweep(self) -> int:
+        """Where there is no room, an upload that broke off gives way to one that comes."""
+        return self._contents.sweep(self._now() - int(IDLE * 1000))
+
     def keep(self, upload: Upload) -> Stored:
         """Seal it and give it its name; returns when both are durable."""
         store = self._store()
+        if not upload.is_kept:
+            given = upload.stored
+            if not store.lines.run(_found(upload.name, given), within=ASKING):
+                raise refusals.no_room(upload.name, given.size, self._measure(), self._max_bytes or 0)
+            observe.put(self._side.store_buffer, "repeated")
+            return given
         stored, first = store.lines.run(self._kept(store, upload), within=SEALING)
         observe.put(self._side.store_buffer, "stored" if first else "repeated")
         return stored
@@ -127,7 +190,7 @@ class Objects:
         yield from self._held(content)
         sealed = (yield Query(statements.IS_SEALED, content)) == [(True,)]
         # Before the bytes are put in order, which may take long; and once more when nobody can come in between.
-        yield from self._room(statements.ROOM.replace(" for update", ""), given, exempt=named or sealed)
+        yield from self._room(statements.USED, given, exempt=named or sealed)
         made = upload.receiving.seal(upload.expected)
         if made != given:
             raise refusals.mismatch(upload.name, given, made)
@@ -249,6 +312,12 @@ class _Row(NamedTuple):
     id: int
     stored: Stored
     zone: str
+
+
+def _used(store: Store) -> Operation[int]:
+    yield from store.opened()
+    found = yield Query(statements.USED)
+    return int(found[0][0]) if found else 0
 
 
 def _object(store: Store, name: ObjectName, statement: str) -> Operation[_Row | None]:

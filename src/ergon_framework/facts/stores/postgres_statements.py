@@ -229,6 +229,7 @@ ROOM: Final = """
 select r.content_bytes + coalesce((select sum(l.total - l.dropped_total) from ergon.fact_log l), 0)
 from (select content_bytes from ergon.fact_room for update) as r
 """
+USED: Final = ROOM.replace(" for update", "")
 CONTENT_BYTES: Final = "select content_bytes from ergon.fact_room"
 IS_SEALED: Final = "select sealed from ergon.fact_contents where digest = decode(%(digest)s, 'hex')"
 SEALED: Final = """

@@ -162,6 +162,18 @@ def too_far(name: ObjectName, begin: int, here: int) -> InvalidFactError:
     )
 
 
+def no_room(name: ObjectName, size: int | None, used: int, most: int) -> BufferFull:
+    """An upload has more bytes than there is room for; *size* is what was announced."""
+    announced = "" if size is None else f" of {size} bytes"
+    error = (
+        f"there is no room for the upload of {name}{announced}: {used} bytes are retained and {most} is the most; "
+        "nothing was stored"
+    )
+    if size is not None and size > most:
+        return BufferFull(f"{error}; raise max_bytes, or store less", final=True, later=False)
+    return BufferFull(f"{error}; let go of what is old, or raise max_bytes")
+
+
 def missing(name: ObjectName, what: str, by: tuple[str, str] | None) -> ArtifactLost | ArtifactUnknown:
     """An artifact cannot be read; *by* is the zone and the id of a retained fact that names it, if there is one."""
     if by is None:

@@ -81,6 +81,9 @@ class S3Contents(Contents):
             self._bucket.delete([file["path"] for file in files])
         return len(old)
 
+    def upload_bytes(self) -> int:
+        return sum(found["size"] for found in self._bucket.list("uploads/"))
+
     # -- contents -------------------------------------------------------------------------------------
 
     def size_of(self, digest: str) -> int | None:

@@ -129,3 +129,16 @@ def no_name_of_an_upload_leads_anywhere(sitting: ContentsSitting) -> None:
         raises(InvalidFactError, _going_on(sitting, name, 0), f"an upload called {name[:20]!r}")
         raises(InvalidFactError, partial(contents.received, name), f"asking for {name[:20]!r}")
     expect(keep(contents, b"x", "aZ09" * 32) == stored_of(b"x"), "a name of 128 letters and digits is refused")
+
+
+@blocking("SEC-12")
+def bytes_of_uploads_are_counted(sitting: ContentsSitting) -> None:
+    contents = sitting.contents()
+    half = some(sitting.candidate.large)
+    expect(contents.upload_bytes() == 0, "a place without uploads counts some")
+    break_off(contents, half, "counted")
+    heir = sitting.contents()
+    expect(heir.upload_bytes() >= len(half), f"{len(half)} bytes that broke off count as {heir.upload_bytes()}")
+    with heir.receive("counted", begin=heir.received("counted")) as receiving:
+        receiving.seal()
+    expect(contents.upload_bytes() == 0, "what is sealed counts as an upload")
