@@ -22,7 +22,7 @@ PROVEN := src/ergon_framework/engine/*,src/ergon_framework/task/*
 TOTAL := 90
 
 .PHONY: help venv check lint types test coverage retest spec docs format bench soak mutants memory deep check-all-pythons wheel constraints snapshot pictures
-.PHONY: site reference scan sbom sizes
+.PHONY: site reference scan sbom sizes lowest
 .PHONY: exam trials signals bench-postgres chaos-postgres power-postgres poison-postgres
 .PHONY: chaos-brokers power-brokers bench-brokers broker-peers
 .PHONY: bench-providers fleet-providers chaos-outage chaos-celery chaos-executors chaos-cron fuzz-executors bench-executors peers
@@ -102,6 +102,19 @@ coverage: $(STAMP) ## branch coverage of all tests of the gate, with the bar of 
 AGAIN := tests/unit tests/twins tests/architecture $(APART)
 retest: $(STAMP) ## the tests once more for another interpreter (VENV=… PYTHON=…), without coverage
 	$(PYTEST) -q $(AGAIN) $(ALONE) -q $(AGAIN); }
+
+# The oldest versions that pyproject.toml allows, apart from our own environment.
+LOWEST := .venv-lowest
+$(LOWEST)/.installed: $(STAMP) constraints/lowest.txt pyproject.toml
+	$(PYTHON) -m venv $(LOWEST)
+	$(BIN)/uv pip install --quiet --link-mode copy --compile-bytecode --python $(LOWEST)/bin/python \
+		--require-hashes -r constraints/lowest.txt
+	$(BIN)/uv pip install --quiet --link-mode copy --python $(LOWEST)/bin/python --no-deps --no-build-isolation --editable .
+	touch $(LOWEST)/.installed
+
+# Without the tests of our tools, which compare what is installed with constraints/dev.txt.
+lowest: $(LOWEST)/.installed ## the unit tests with the lowest allowed version of every direct dependency
+	$(LOWEST)/bin/python -m pytest -n $(WORKERS) --dist worksteal -q tests/unit --ignore=tests/unit/tools
 
 spec: $(STAMP) ## each requirement with its tests; fails where a finished group has a hole
 	$(BIN)/python tools/spec.py
@@ -308,6 +321,8 @@ PIN = $(BIN)/uv pip compile --universal --generate-hashes --no-header --no-annot
 constraints: $(STAMP) ## pin the tools anew
 	$(BIN)/uv pip compile --universal --generate-hashes --no-header --quiet --upgrade --extra dev --python-version 3.11 \
 		--output-file constraints/dev.txt pyproject.toml
+	$(BIN)/python tools/lowest.py | $(PIN) --output-file constraints/lowest.txt -
+	sed -i '1i # The lowest version of every direct dependency that pyproject.toml allows, with the tools of the unit tests.' constraints/lowest.txt
 	echo zensical | $(PIN) --output-file constraints/site.txt -
 	sed -i '1i # The documentation site, for Python 3.11 to 3.13; in an environment of its own.' constraints/site.txt
 	printf 'bandit\ndetect-secrets\n' | $(PIN) --output-file constraints/scan.txt -
