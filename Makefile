@@ -27,7 +27,7 @@ TOTAL := 90
 .PHONY: chaos-brokers power-brokers bench-brokers broker-peers
 .PHONY: bench-providers fleet-providers chaos-outage chaos-celery chaos-executors chaos-cron fuzz-executors bench-executors peers
 .PHONY: bench-facts bench-facts-store bench-facts-service bench-artifacts catchup-facts
-.PHONY: chaos-facts soak-facts power-facts fuzz-facts fuzz-api protos demo demo-chaos
+.PHONY: attack-facts chaos-facts soak-facts power-facts fuzz-facts fuzz-api protos demo demo-chaos
 
 help: ## print every target with one line
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' Makefile | awk -F '\t' '{printf "%-18s %s\n", $$1, $$2}'
@@ -232,6 +232,9 @@ chaos-celery: $(STAMP) ## Celery workers, children and RabbitMQ killed; every ta
 
 chaos-facts: $(STAMP) ## two zones over a line that is cut, reset, delayed and lossy, and kills (root; MINUTES=10, SHARE=1)
 	$(BIN)/python tests/chaos/facts/run.py --seed $(or $(SEED),1) --minutes $(or $(MINUTES),10) --share $(or $(SHARE),1)
+
+attack-facts: $(STAMP) ## readers, pairs and uploads without end against the facts service, while an honest zone works
+	$(BIN)/python tests/chaos/facts/attacks.py
 
 chaos-cron: $(STAMP) ## two orchestrators, an entry for every second, one of the two killed (SECONDS=600)
 	$(BIN)/python tests/chaos/cron.py --seconds $(or $(SECONDS),600) --kills $(or $(KILLS),1)
