@@ -15,7 +15,7 @@ from ergon_framework.cli.run import LogLevel, Options, run_task
 from ergon_framework.runner.settings import PROCESSES
 
 #: Groups of commands, each in the module of its name.
-GROUPS: Final = ("policy", "dlq", "db", "provider", "executor", "job", "facts")
+GROUPS: Final = ("policy", "dlq", "audit", "db", "provider", "executor", "job", "facts")
 #: Commands that are in modules of their names.
 SINGLE: Final = ("new", "why", "top", "doctor", "pause", "resume", "paused")
 LATER: Final = (*SINGLE, *GROUPS)

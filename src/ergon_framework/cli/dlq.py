@@ -12,7 +12,7 @@ from ergon_framework.cli.dlq_edit import Edit, edited
 from ergon_framework.cli.dlq_exits import DlqExit
 from ergon_framework.cli.dlq_filters import filtered, per_second
 from ergon_framework.cli.dlq_work import Order, listed, moved, showed
-from ergon_framework.cli.options import Actor, actor_name
+from ergon_framework.cli.options import Actor, AuditReason, Reason, actor_name
 from ergon_framework.connectors.deadletters import DeadLetterQuery
 from ergon_framework.errors import ConfigurationError
 
@@ -93,6 +93,8 @@ def replay(
     canary_wait: Annotated[
         float, typer.Option(min=0, max=86400, metavar="SECONDS", help="How long the canary may take.")
     ] = 60.0,
+    actor: Actor = "",
+    audit_reason: AuditReason = "",
     dry_run: DryRun = False,
     json: Annotated[bool, typer.Option("--json", help="Print the summary as one line of JSON.")] = False,
 ) -> None:
@@ -116,6 +118,8 @@ def replay(
         canary=canary,
         max_failed=max_failed,
         canary_wait=canary_wait,
+        actor=actor_name(actor),
+        audit_reason=audit_reason,
         dry_run=dry_run,
         as_json=json,
     )
@@ -142,6 +146,7 @@ def edit(
         str | None, typer.Option(metavar="MODULE:TASK", help="Refuse what does not fit the payload of this task.")
     ] = None,
     actor: Actor = "",
+    reason: Reason = "",
     values: Annotated[
         bool, typer.Option("--values", help="Keep and show old and new values too; they may be confidential.")
     ] = False,
@@ -169,6 +174,7 @@ def edit(
         place=place,
         change=change,
         actor=actor_name(actor),
+        reason=reason,
         task=task,
         values=values,
         dry_run=dry_run,
@@ -188,6 +194,8 @@ def discard(
     batch: Batch = 100,
     rate: Rate = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    actor: Actor = "",
+    audit_reason: AuditReason = "",
     dry_run: DryRun = False,
     json: Annotated[bool, typer.Option("--json", help="Print the summary as one line of JSON.")] = False,
 ) -> None:
@@ -206,6 +214,8 @@ def discard(
         batch=batch,
         rate=rate,
         yes=yes,
+        actor=actor_name(actor),
+        audit_reason=audit_reason,
         dry_run=dry_run,
         as_json=json,
     )

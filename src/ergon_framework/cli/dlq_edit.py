@@ -10,6 +10,7 @@ from typing import Any
 
 import typer
 
+from ergon_framework.audit import acting
 from ergon_framework.cli.dlq_change import Change, Difference, differences, told
 from ergon_framework.cli.dlq_exits import DlqExit
 from ergon_framework.cli.dlq_view import clean
@@ -32,6 +33,7 @@ class Edit:
     place: str | None
     change: Change
     actor: str
+    reason: str
     #: Whose payload it must fit, besides that of the task that was named.
     task: str | None
     values: bool
@@ -66,7 +68,8 @@ def _edit(connector: Connector, where: str, edit: Edit) -> DlqExit:
     if edit.dry_run:
         _report(connector, edit, record, found, by=by, became="would be replayed")
         return DlqExit.OK
-    return _replayed(connector, edit, record, corrected, found, by=by)
+    with acting(by, reason=edit.reason):
+        return _replayed(connector, edit, record, corrected, found, by=by)
 
 
 def refuse_a_log(connector: Connector) -> None:

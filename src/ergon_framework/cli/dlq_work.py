@@ -8,12 +8,13 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import typer
 
+from ergon_framework.audit import acting
 from ergon_framework.cli.dlq_canary import Canary
 from ergon_framework.cli.dlq_exits import DlqExit
 from ergon_framework.cli.dlq_moving import Letter, Pace, Stop, Stopped, Tally, choose, found, move
@@ -22,11 +23,13 @@ from ergon_framework.cli.dlq_view import as_line, clean, show_list, show_one, to
 from ergon_framework.cli.logs import configure
 from ergon_framework.cli.summary import tell
 from ergon_framework.cli.telling import explained
+from ergon_framework.connectors.audit import use_database
 from ergon_framework.connectors.base import Connector
 from ergon_framework.connectors.bridge import as_sync
 from ergon_framework.connectors.deadletters import Became, DeadLetterQuery
 from ergon_framework.errors import ConfigurationError, ErgonError, text
 from ergon_framework.runner.loading import load_connector
+from ergon_framework.runner.settings import settings
 
 #: The most of one id that are shown.
 SAME = 100
@@ -48,6 +51,9 @@ class Order:
     rate: float | None
     dry_run: bool
     as_json: bool
+    #: Who asks for it, and why.
+    actor: str = ""
+    audit_reason: str = ""
     yes: bool = True
     canary: int = 0
     max_failed: int = 0
@@ -117,7 +123,12 @@ def _move(connector: Connector, order: Order) -> DlqExit:
         elif not order.dry_run and letters:
             if not _sure(connector, order, count=len(letters)):
                 return DlqExit.USAGE
-            with shown(f"{order.verb}ing" if order.verb == "discard" else "replaying", len(letters)) as progress:
+            selection = order.query.model_dump(mode="json", exclude_none=True)
+            ids = {letter.place: letter.id for letter in letters}
+            with (
+                acting(order.actor, reason=order.audit_reason, selection=selection, ids=ids),
+                shown(f"{order.verb}ing" if order.verb == "discard" else "replaying", len(letters)) as progress,
+            ):
                 _carry_out(connector, order, letters=letters, tally=tally, progress=progress)
     code = _code(tally)
     _report(connector, order, letters=letters, tally=tally, code=code)
@@ -283,6 +294,8 @@ def _verdict(order: Order, tally: Tally) -> str:
 def with_connector(where: str, work: Callable[[Connector], DlqExit]) -> DlqExit:
     """Do *work* with the connector that *where* names; errors of ours explain themselves."""
     configure("WARNING")
+    with suppress(ConfigurationError):  # said below, if the connector needs it
+        use_database(settings().postgres.dsn)
     try:
         with opened(where) as connector:
             return work(connector)

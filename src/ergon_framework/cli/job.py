@@ -10,6 +10,7 @@ import typer
 
 from ergon_framework.cli import job_work as work
 from ergon_framework.cli.job_cron import cron
+from ergon_framework.cli.options import Actor, Reason
 from ergon_framework.cli.provider import lasting
 
 
@@ -122,18 +123,18 @@ def wait(
 
 
 @job.command()
-def cancel(job_id: Id, *, config: Config = None, json: Json = False) -> None:
+def cancel(job_id: Id, *, reason: Reason = "", actor: Actor = "", config: Config = None, json: Json = False) -> None:
     """Cancel a job that waits: for its turn, its time, or its next attempt.
 
     Exit codes: 0 cancelled, 1 it has begun, is over, or is not there, 2 out of reach, refused, or wrong.
 
     Example: ergon job cancel 4f0c2a
     """
-    raise typer.Exit(work.cancelled(job_id, config=config, as_json=json))
+    raise typer.Exit(work.cancelled(job_id, operator=work.Operator(actor, reason), config=config, as_json=json))
 
 
 @job.command()
-def kill(job_id: Id, *, config: Config = None, json: Json = False) -> None:
+def kill(job_id: Id, *, reason: Reason = "", actor: Actor = "", config: Config = None, json: Json = False) -> None:
     """Cancel a job that waits, or have the executor killed that runs it; it is not tried again.
 
     The orchestrator does it within a second or so: ergon job wait shows when.
@@ -142,7 +143,7 @@ def kill(job_id: Id, *, config: Config = None, json: Json = False) -> None:
 
     Example: ergon job kill 4f0c2a
     """
-    raise typer.Exit(work.killed(job_id, config=config, as_json=json))
+    raise typer.Exit(work.killed(job_id, operator=work.Operator(actor, reason), config=config, as_json=json))
 
 
 @job.command("list")
@@ -171,7 +172,7 @@ def list_(
 
 
 @job.command()
-def replay(job_id: Id, *, config: Config = None, json: Json = False) -> None:
+def replay(job_id: Id, *, reason: Reason = "", actor: Actor = "", config: Config = None, json: Json = False) -> None:
     """Have a job that has failed run anew, its attempts counted from the beginning; many at once: ergon dlq replay.
 
     Exit codes: 0 replayed, 1 it has not failed, its dead letter is gone, or it is not there, 2 out of reach, refused,
@@ -179,4 +180,4 @@ def replay(job_id: Id, *, config: Config = None, json: Json = False) -> None:
 
     Example: ergon job replay 4f0c2a
     """
-    raise typer.Exit(work.replayed(job_id, config=config, as_json=json))
+    raise typer.Exit(work.replayed(job_id, operator=work.Operator(actor, reason), config=config, as_json=json))

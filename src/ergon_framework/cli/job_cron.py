@@ -10,7 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from ergon_framework.cli import job_view as view
-from ergon_framework.cli.job_work import JobExit, done
+from ergon_framework.cli.job_work import JobExit, Operator, done
+from ergon_framework.cli.options import Actor, Reason
 
 cron = typer.Typer(
     help="Shows, pauses, resumes and runs cron entries.",
@@ -52,25 +53,27 @@ def list_(
 
 
 @cron.command()
-def pause(name: Name, *, config: Config = None, json: Json = False) -> None:
+def pause(name: Name, *, reason: Reason = "", actor: Actor = "", config: Config = None, json: Json = False) -> None:
     """Have nothing submitted for an entry until it is resumed.
 
     Exit codes: 0 paused, 1 there is none, 2 out of reach, refused, or wrong.
 
     Example: ergon job cron pause nightly
     """
-    raise typer.Exit(done(_steering("pause_schedule", name, as_json=json), config=config, as_json=json))
+    work = _steering("pause_schedule", name, as_json=json)
+    raise typer.Exit(done(work, config=config, as_json=json, operator=Operator(actor, reason)))
 
 
 @cron.command()
-def resume(name: Name, *, config: Config = None, json: Json = False) -> None:
+def resume(name: Name, *, reason: Reason = "", actor: Actor = "", config: Config = None, json: Json = False) -> None:
     """Have an entry go on with the next time to come; what passed meanwhile is not made up for.
 
     Exit codes: 0 resumed, 1 there is none, 2 out of reach, refused, or wrong.
 
     Example: ergon job cron resume nightly
     """
-    raise typer.Exit(done(_steering("resume_schedule", name, as_json=json), config=config, as_json=json))
+    work = _steering("resume_schedule", name, as_json=json)
+    raise typer.Exit(done(work, config=config, as_json=json, operator=Operator(actor, reason)))
 
 
 @cron.command("run-now")

@@ -15,6 +15,7 @@ from typing import Any, Self
 import typer
 from rich.console import Console
 
+from ergon_framework.audit import acting
 from ergon_framework.cli import job_view as view
 from ergon_framework.cli.telling import explained
 from ergon_framework.errors import ConfigurationError, ErgonError, text
@@ -49,6 +50,14 @@ class Order:
     told: dict[str, Any]
     at: datetime | None
     default: str
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """Who asks for an action, and why."""
+
+    actor: str = ""
+    reason: str = ""
 
 
 def submitted(order: Order, *, config: Path | None, as_json: bool) -> JobExit:
@@ -133,17 +142,17 @@ class _Silent:
     def update(self, _: str) -> None: ...
 
 
-def cancelled(job_id: str, *, config: Path | None, as_json: bool) -> JobExit:
+def cancelled(job_id: str, *, operator: Operator, config: Path | None, as_json: bool) -> JobExit:
     """Cancel, and say where the job is."""
 
     def work(client: Any) -> JobExit:
         gone = client.cancel(job_id)
         return _steered(client, job_id, done=gone, words="is {state} and cannot be cancelled", as_json=as_json)
 
-    return done(work, config=config, as_json=as_json)
+    return done(work, config=config, as_json=as_json, operator=operator)
 
 
-def killed(job_id: str, *, config: Path | None, as_json: bool) -> JobExit:
+def killed(job_id: str, *, operator: Operator, config: Path | None, as_json: bool) -> JobExit:
     """Ask for the kill, and say where the job is."""
 
     def work(client: Any) -> JobExit:
@@ -151,17 +160,17 @@ def killed(job_id: str, *, config: Path | None, as_json: bool) -> JobExit:
         state = client.kill(job_id)
         return _steered(client, job_id, done=not over or not state.over, words="was {state} already", as_json=as_json)
 
-    return done(work, config=config, as_json=as_json)
+    return done(work, config=config, as_json=as_json, operator=operator)
 
 
-def replayed(job_id: str, *, config: Path | None, as_json: bool) -> JobExit:
+def replayed(job_id: str, *, operator: Operator, config: Path | None, as_json: bool) -> JobExit:
     """Replay, and say where the job is."""
 
     def work(client: Any) -> JobExit:
         client.replay(job_id)
         return _steered(client, job_id, done=True, words="", as_json=as_json)
 
-    return done(work, config=config, as_json=as_json)
+    return done(work, config=config, as_json=as_json, operator=operator)
 
 
 def listed(filters: dict[str, Any], *, limit: int, config: Path | None, as_json: bool) -> JobExit:
@@ -207,14 +216,21 @@ def _steered(client: Any, job_id: str, *, done: bool, words: str, as_json: bool)
     return JobExit.OK if done else JobExit.NOT
 
 
-def done(work: Callable[[Any], JobExit], *, config: Path | None, as_json: bool, default: str | None = None) -> JobExit:
-    """Do *work* with a client, and say what went wrong."""
+def done(
+    work: Callable[[Any], JobExit],
+    *,
+    config: Path | None,
+    as_json: bool,
+    default: str | None = None,
+    operator: Operator = Operator(),  # noqa: B008 - it cannot change
+) -> JobExit:
+    """Do *work* with a client as *operator*, and say what went wrong."""
     try:
         dsn = database(config)
         # Loaded when it is needed: not everybody has its libraries, and it says which are missing.
         module = importlib.import_module("ergon_framework.executor.jobs.client")
         given = {} if default is None else {"default": default}
-        with module.JobClient(dsn, **given) as client:
+        with module.JobClient(dsn, **given) as client, acting(operator.actor, reason=operator.reason):
             return work(client)
     except ErgonError as error:
         code = JobExit.NOT if error.code in _ABOUT_THE_JOB else JobExit.FAILED

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import getpass
 from typing import Annotated
 
 import typer
+
+from ergon_framework.audit import current_user
 
 Actor = Annotated[
     str,
@@ -13,7 +14,10 @@ Actor = Annotated[
 ]
 Reason = Annotated[str, typer.Option(metavar="TEXT", help="Reason to record.")]
 
+#: Where --reason is a filter.
+AuditReason = Annotated[str, typer.Option("--audit-reason", metavar="TEXT", help="Reason to record.")]
+
 
 def actor_name(actor: str) -> str:
     """Return *actor*, or the name of the system's user where none is given."""
-    return actor or getpass.getuser()
+    return actor or current_user()

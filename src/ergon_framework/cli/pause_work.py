@@ -56,8 +56,8 @@ class _Desk:
     def pause(self, name: str, *, by: str, because: str) -> None:
         self._lines.run(self._pauses.pause(name, by=by, because=because), within=_WITHIN)
 
-    def resume(self, name: str) -> bool:
-        done: bool = self._lines.run(self._pauses.resume(name), within=_WITHIN)
+    def resume(self, name: str, *, by: str, because: str) -> bool:
+        done: bool = self._lines.run(self._pauses.resume(name, by=by, because=because), within=_WITHIN)
         return done
 
     def survey(self) -> tuple[Sequence[Paused], Sequence[Fetching]]:
@@ -106,12 +106,12 @@ def paused_now(order: Pause, *, config: Path | None, as_json: bool) -> PauseExit
     return _with(work, config=config, as_json=as_json)
 
 
-def resumed(name: str, *, config: Path | None, as_json: bool) -> PauseExit:
+def resumed(name: str, *, actor: str, reason: str, config: Path | None, as_json: bool) -> PauseExit:
     """Resume what is called *name*."""
 
     def work(desk: _Desk) -> PauseExit:
         meant = _meant(name)
-        done = desk.resume(meant)
+        done = desk.resume(meant, by=actor[:_WORDS], because=reason[:_WORDS])
         code = PauseExit.OK if done else PauseExit.FAILED
         if as_json:
             _print({"name": meant, "resumed": done, "exit_code": int(code)})

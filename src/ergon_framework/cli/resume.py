@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from ergon_framework.cli.options import Actor, Reason, actor_name
 from ergon_framework.cli.pause_work import resumed
 
 resume = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
@@ -16,6 +17,8 @@ resume = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_
 def resume_(
     name: Annotated[str, typer.Argument(metavar="TASK|QUEUE", help="What was paused, by the same name.")],
     *,
+    reason: Reason = "",
+    actor: Actor = "",
     config: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The configuration. Default: ergon.toml, if it is there.")
     ] = None,
@@ -28,4 +31,4 @@ def resume_(
 
     Example: ergon resume charge
     """
-    raise typer.Exit(resumed(name, config=config, as_json=json))
+    raise typer.Exit(resumed(name, actor=actor_name(actor), reason=reason, config=config, as_json=json))

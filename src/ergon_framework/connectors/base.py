@@ -14,6 +14,7 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self, TypeAlias
 
+from ergon_framework.connectors.audit import leave_rows
 from ergon_framework.errors import ConfigurationError, ErgonError
 from ergon_framework.failure import Attempt, Deferral, Failure
 from ergon_framework.telemetry.context import carried
@@ -211,6 +212,14 @@ Unlisten: TypeAlias = Callable[[], None]
 class _Described(ABC):
     #: The other flavour, once somebody asked the bridge for it.
     bridged: Any = None
+    #: Whether replays and discards leave audit rows by themselves; a connector that writes its own says True.
+    writes_audit: bool = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # The two flavours below have no dead letters themselves.
+        if cls.__module__ != __name__ and not cls.writes_audit:
+            leave_rows(cls)
 
     @property
     @abstractmethod

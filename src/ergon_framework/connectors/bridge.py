@@ -120,6 +120,8 @@ class AsyncBridge(AsyncConnector):
     thread has begun it is never made; one that has begun goes on without its caller.
     """
 
+    writes_audit = True  # its connector does
+
     def __init__(self, connector: Connector) -> None:
         self.connector = connector
         self._calls = Daemons(f"ergon-{connector.name}-calls", size=_CALLS)
@@ -247,6 +249,8 @@ class SyncBridge(Connector):
     The loop starts at the first call and ends at close; what is still running there then fails
     with ConnectionLost. It cannot be called from its own loop's thread, by a listener for instance.
     """
+
+    writes_audit = True  # its connector does
 
     def __init__(self, connector: AsyncConnector) -> None:
         self.connector = connector

@@ -32,6 +32,8 @@ class NamedQueue(Connector, AsyncConnector):
     imported where there are none. What only some connectors have, as ``mark_on``, is that connector's.
     """
 
+    writes_audit = True  # its connector does
+
     def __init__(self, name: str, **options: Any) -> None:
         self._name = name
         self._options = options

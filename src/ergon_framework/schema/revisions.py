@@ -22,6 +22,7 @@ CHAIN: Final = (
     "0012",
     "0013",
     "0014",
+    "0015",
 )
 #: The oldest revision that this release can work on.
 NEEDED: Final = "0001"

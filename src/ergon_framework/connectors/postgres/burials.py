@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
+from ergon_framework.audit import MAX_TARGETS
 from ergon_framework.connectors.base import ConnectorError, DeadLetter, Delivery, UndecodableError
 from ergon_framework.connectors.codec import PROGRESS, Codec, decode
 from ergon_framework.connectors.deadletters import (
@@ -55,6 +56,10 @@ ready as (
 select id from dead
 """
 
+_IDS: Final = """
+select transaction_id from ergon.dead_letter where queue = %(queue)s and id = any(%(ids)s) order by id limit %(most)s
+"""
+
 _DISCARD: Final = "delete from ergon.dead_letter where queue = %(queue)s and id = any(%(ids)s) returning id"
 
 #: The same as a replay, with other content: of two that replace one dead letter the second deletes no row.
@@ -76,6 +81,10 @@ select transaction_id from ergon.ready where queue = %(queue)s and transaction_i
 union
 select transaction_id from ergon.content where queue = %(queue)s and transaction_id = any(%(ids)s)
 """
+
+
+#: What moves the dead letters of a queue at places.
+Move: TypeAlias = Callable[[int, Sequence[str]], Operation[Sequence[ReplayResult]]]
 
 
 class Row(NamedTuple):
@@ -146,6 +155,13 @@ def replace_dead(queue: int, place: str, parameters: Mapping[str, Any]) -> Opera
     dead = _id(place)
     rows = [] if dead is None else (yield Query(_REPLACE, {**parameters, "number": queue, "dead": dead}))
     return ReplayResult(place, Became.REPLAYED if rows else Became.GONE)
+
+
+def ids_at(queue: int, places: Sequence[str]) -> Operation[list[str]]:
+    """Return the ids of the transactions whose dead letters are at *places*."""
+    known = [place_id for place in places if (place_id := _id(place)) is not None]
+    rows = yield Query(_IDS, {"queue": queue, "ids": known, "most": MAX_TARGETS})
+    return [row[0] for row in rows]
 
 
 def _moved(sql: str, queue: int, places: Sequence[str], became: Became) -> Operation[Sequence[ReplayResult]]:

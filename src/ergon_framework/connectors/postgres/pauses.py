@@ -14,11 +14,13 @@ from typing import Any, Final
 
 from psycopg import errors
 
+from ergon_framework.audit import new_entry
 from ergon_framework.connectors.base import ConnectorError
+from ergon_framework.connectors.postgres import audit
 from ergon_framework.schema.hearing import Hearing
 from ergon_framework.schema.line import Line
 from ergon_framework.schema.lines import Lines
-from ergon_framework.schema.operation import Operation, Query
+from ergon_framework.schema.operation import BEGIN, COMMIT, Operation, Query
 from ergon_framework.telemetry import logs
 
 _log = logging.getLogger(__name__)
@@ -85,12 +87,21 @@ class Fetching:
 
 def pause(name: str, *, by: str, because: str) -> Operation[None]:
     """Have nobody fetch for what is called *name*; said again it is the last word that counts."""
+    entry = new_entry("pause", name, actor=by, reason=because)
+    yield BEGIN
     yield Query(_SET, {"name": name, "by": by, "because": because})
+    yield from audit.note(None if entry is None else entry.end(count=1))
+    yield COMMIT
 
 
-def resume(name: str) -> Operation[bool]:
+def resume(name: str, *, by: str = "", because: str = "") -> Operation[bool]:
     """Have everybody fetch again; False where *name* was not paused."""
-    return bool((yield Query(_END, {"name": name})))
+    entry = new_entry("resume", name, actor=by, reason=because)
+    yield BEGIN
+    resumed = bool((yield Query(_END, {"name": name})))
+    yield from audit.note(entry.end(count=1) if resumed and entry is not None else None)
+    yield COMMIT
+    return resumed
 
 
 def survey() -> Operation[tuple[list[Paused], list[Fetching]]]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Final, TypeVar
 
+from ergon_framework.audit import new_entry
 from ergon_framework.connectors.arrivals import Arrivals
 from ergon_framework.connectors.base import (
     AsyncConnector,
@@ -26,9 +27,9 @@ from ergon_framework.connectors.base import (
     Unlisten,
 )
 from ergon_framework.connectors.codec import Codec
-from ergon_framework.connectors.deadletters import DeadLetterQuery, DeadLetterRecord, ReplayResult
+from ergon_framework.connectors.deadletters import Became, DeadLetterQuery, DeadLetterRecord, ReplayResult
 from ergon_framework.connectors.encryption import select_codec
-from ergon_framework.connectors.postgres import burials, callers, cleanup, statements, tracing
+from ergon_framework.connectors.postgres import audit, burials, callers, cleanup, statements, tracing
 from ergon_framework.connectors.postgres.claiming import Claiming
 from ergon_framework.connectors.postgres.dispatching import Dispatch, dispatch
 from ergon_framework.connectors.postgres.examining import examined
@@ -39,7 +40,7 @@ from ergon_framework.errors import ConfigurationError
 from ergon_framework.finding import Finding, Wall
 from ergon_framework.history import History
 from ergon_framework.schema.lines import is_same_database, public_address
-from ergon_framework.schema.operation import Operation, Query
+from ergon_framework.schema.operation import BEGIN, COMMIT, Operation, Query
 from ergon_framework.scope import current
 from ergon_framework.transaction import Transaction
 
@@ -74,6 +75,8 @@ class PostgresQueue(Connector, AsyncConnector):
     *inbox_days* and not run again. *priority* says how urgent a transaction is: 0 unless told
     otherwise, the larger the sooner. Dead letters are kept for *dead_days*, None for ever.
     """
+
+    writes_audit = True  # in the transaction of the action
 
     def __init__(
         self,
@@ -589,9 +592,22 @@ class PostgresQueue(Connector, AsyncConnector):
 
     def _replayed(self, home: Home, places: Sequence[str]) -> Operation[Sequence[ReplayResult]]:
         number = yield from self._opened(home)
-        replayed = yield from burials.replayed(number, places)
+        return (yield from self._audited("dlq.replay", number, places, burials.replayed))
+
+    def _audited(
+        self, action: str, number: int, places: Sequence[str], move: burials.Move
+    ) -> Operation[Sequence[ReplayResult]]:
+        """Move dead letters and leave the audit row in one transaction."""
+        entry = new_entry(action, self._name)
+        yield BEGIN
+        ids = (yield from burials.ids_at(number, places)) if entry is not None else []
+        results = yield from move(number, places)
+        if entry is not None:
+            count = sum(result.became is not Became.GONE for result in results)
+            yield from audit.note(entry.end(count=count, targets=ids))
         yield Query(statements.WAKE, {"queue": number})
-        return replayed
+        yield COMMIT
+        return results
 
     def discard_dead(self, places: Sequence[str]) -> Sequence[ReplayResult]:
         return self._run(lambda home: self._discarded(home, places))
@@ -610,8 +626,13 @@ class PostgresQueue(Connector, AsyncConnector):
 
         def replaced(home: Home) -> Operation[ReplayResult]:
             number = yield from self._opened(home)
+            entry = new_entry("dlq.edit", self._name, [transaction.id])
+            yield BEGIN
             result = yield from burials.replace_dead(number, place, given.parameters)
+            if entry is not None and result.became is Became.REPLAYED:
+                yield from audit.note(entry.end(count=1))
             yield Query(statements.WAKE, {"queue": number})
+            yield COMMIT
             self._arrivals.arrived()
             return result
 
@@ -619,4 +640,4 @@ class PostgresQueue(Connector, AsyncConnector):
 
     def _discarded(self, home: Home, places: Sequence[str]) -> Operation[Sequence[ReplayResult]]:
         number = yield from self._opened(home)
-        return (yield from burials.discarded(number, places))
+        return (yield from self._audited("dlq.discard", number, places, burials.discarded))

@@ -12,6 +12,8 @@ from dataclasses import dataclass, fields
 from datetime import datetime, timedelta
 from typing import Any, Final
 
+from ergon_framework.audit import new_entry
+from ergon_framework.connectors.postgres import audit
 from ergon_framework.executor.jobs.cron import Cron, CronEntry, CronNotFound, Misfire
 from ergon_framework.executor.jobs.model import JobConflict, Submitted
 from ergon_framework.executor.jobs.request import parameters
@@ -100,7 +102,11 @@ def declare(crons: Sequence[dict[str, Any]]) -> Operation[None]:
 
 def remove(name: str) -> Operation[bool]:
     """Take the entry away; False if there is none. The jobs that it has submitted stay."""
+    yield BEGIN
     rows = yield Query("delete from ergon.cron where name = %(name)s returning name", {"name": name})
+    if rows:
+        yield from _note("cron.remove", name)
+    yield COMMIT
     return bool(rows)
 
 
@@ -112,9 +118,13 @@ def listed() -> Operation[list[CronEntry]]:
 
 def pause(name: str) -> Operation[None]:
     """Submit nothing for the entry until it is resumed."""
+    yield BEGIN
     rows = yield Query("update ergon.cron set enabled = false where name = %(name)s returning name", {"name": name})
     if not rows:
+        yield ROLLBACK
         raise _missing(name)
+    yield from _note("cron.pause", name)
+    yield COMMIT
 
 
 def resume(name: str) -> Operation[None]:
@@ -123,7 +133,13 @@ def resume(name: str) -> Operation[None]:
     now, timetable = yield from _found(name)
     given = {"name": name, "next_at": timetable.after(now)}
     yield Query("update ergon.cron set enabled = true, next_at = %(next_at)s where name = %(name)s", given)
+    yield from _note("cron.resume", name)
     yield COMMIT
+
+
+def _note(action: str, name: str) -> Operation[None]:
+    entry = new_entry(action, name)
+    yield from audit.note(None if entry is None else entry.end(count=1))
 
 
 def run_now(name: str) -> Operation[Submitted]:

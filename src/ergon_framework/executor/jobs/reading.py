@@ -6,7 +6,8 @@ import json
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Final
 
-from ergon_framework.connectors.postgres import burials
+from ergon_framework.audit import new_entry
+from ergon_framework.connectors.postgres import audit, burials
 from ergon_framework.connectors.postgres.statements import WAKE
 from ergon_framework.errors import Category, ConfigurationError
 from ergon_framework.executor.jobs import statements
@@ -81,7 +82,11 @@ def listed(
 
 def cancel(job_id: str) -> Operation[bool]:
     """Cancel the job if it waits, also for its time or its next attempt; False if it has begun or is over."""
+    yield BEGIN
     found = yield Query(statements.CANCEL, {"id": job_id})
+    if found:
+        yield from _note("job.cancel", found[0][1], job_id)
+    yield COMMIT
     if found:
         return True
     return (yield from state(job_id)) is JobState.CANCELLED
@@ -92,7 +97,11 @@ def kill(job_id: str) -> Operation[JobState]:
 
     One that runs is killed by its orchestrator within a second or so. An outcome that arrives before is applied.
     """
+    yield BEGIN
     found = yield Query(statements.KILL, {"id": job_id})
+    if found:
+        yield from _note("job.kill", found[0][1], job_id)
+    yield COMMIT
     if found:
         return JobState(found[0][0])
     return (yield from state(job_id))
@@ -109,7 +118,14 @@ def replay(job_id: str) -> Operation[None]:
     yield from burials.replayed(queue, [str(place)])
     yield Query(statements.RESET, {"id": job_id})
     yield Query(WAKE, {"queue": queue})
+    ((name,),) = yield Query("select name from ergon.queue where id = %(queue)s", {"queue": queue})
+    yield from _note("job.replay", name, job_id)
     yield COMMIT
+
+
+def _note(action: str, queue: str, job_id: str) -> Operation[None]:
+    entry = new_entry(action, queue, [job_id])
+    yield from audit.note(None if entry is None else entry.end(count=1))
 
 
 def looks() -> Iterator[float]:

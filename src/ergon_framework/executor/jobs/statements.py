@@ -222,7 +222,8 @@ from mine m left join ergon.job j on j.id = m.id left join failed f on f.id = m.
 CANCEL: Final = """
 update ergon.job set state = 'cancelled', ended_at = now(),
     expires_at = greatest(now(), due_at) + retention * interval '1 second'
-where id = %(id)s and state = 'pending' returning id
+where id = %(id)s and state = 'pending'
+returning id, (select q.name from ergon.queue q where q.id = ergon.job.queue)
 """
 
 KILL: Final = """
@@ -231,7 +232,8 @@ update ergon.job set
     state = case state when 'pending' then 'cancelled' else state end,
     ended_at = case state when 'pending' then now() end,
     expires_at = case state when 'pending' then greatest(now(), due_at) + retention * interval '1 second' end
-where id = %(id)s and state in ('pending', 'running') returning state
+where id = %(id)s and state in ('pending', 'running')
+returning state, (select q.name from ergon.queue q where q.id = ergon.job.queue)
 """
 
 COLUMNS: Final = """

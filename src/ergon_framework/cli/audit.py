@@ -1,0 +1,111 @@
+"""``ergon audit``: what operators have done."""
+
+from __future__ import annotations
+
+import importlib
+import json as jsons
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ergon_framework.cli.dlq_filters import moment
+from ergon_framework.cli.dlq_view import clean, told
+from ergon_framework.cli.telling import explained
+from ergon_framework.errors import ErgonError, text
+from ergon_framework.runner.exits import ExitCode
+from ergon_framework.runner.settings import database
+from ergon_framework.schema import libraries
+
+#: The longest text in a cell, and in all of a line of JSON.
+CELL = 60
+
+
+class AuditExit(ExitCode):
+    """Every exit code of ``ergon audit`` with what it means."""
+
+    OK = 0, "listed"
+    FAILED = 2, "the database is out of reach or refuses, or the command line or the configuration is wrong"
+
+
+audit = typer.Typer(
+    help="Lists what operators have done.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+
+@audit.callback()
+def audit_() -> None:
+    """List what operators have done."""
+
+
+@audit.command("list")
+def list_(
+    *,
+    action: Annotated[str | None, typer.Option(help="Only this action, for example dlq.replay or pause.")] = None,
+    name: Annotated[str | None, typer.Option(help="Only this queue, task, entry or provider.")] = None,
+    actor: Annotated[str | None, typer.Option(help="Only what this person has done.")] = None,
+    since: Annotated[
+        float | None,
+        typer.Option(
+            parser=moment,
+            metavar="TIME",
+            help="Since then; an ISO time, UTC unless it says otherwise, or an age such as 90s, 15m, 2h, 7d.",
+        ),
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, max=10_000, help="The most that are shown.")] = 50,
+    config: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The configuration. Default: ergon.toml, if it is there.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
+) -> None:
+    """List replays, discards, edits, pauses, resumes, kills, overrides and more, the newest first.
+
+    Exit codes: 0 listed, 2 out of reach, refused, or wrong.
+
+    Example: ergon audit list --name orders --since 7d
+    """
+    filters = {"action": action, "name": name, "actor": actor, "since": since, "limit": limit}
+    raise typer.Exit(listed(filters, config=config, as_json=json))
+
+
+def listed(filters: dict[str, Any], *, config: Path | None, as_json: bool) -> AuditExit:
+    """Print the rows that *filters* mean, the newest first."""
+    try:
+        dsn = database(config)
+        # Loaded when it is needed: not everybody has its libraries.
+        libraries.needed()
+        rows = importlib.import_module("ergon_framework.connectors.postgres.audit").list_rows(dsn, **filters)
+    except ErgonError as error:
+        if as_json:
+            typer.echo(jsons.dumps({"error": text(error), "exit_code": int(AuditExit.FAILED)}))
+        else:
+            typer.echo(f"ergon: {explained(error)}", err=True)
+        return AuditExit.FAILED
+    if as_json:
+        for row in rows:
+            typer.echo(jsons.dumps(asdict(row)))
+    elif rows:
+        _show(rows)
+    else:
+        typer.echo("no such action is recorded")
+    return AuditExit.OK
+
+
+def _show(rows: list[Any]) -> None:
+    heads = ("at", "actor", "action", "name", "targets", "count", "outcome", "reason")
+    cells = [[clean(cell, CELL) for cell in _cells(row)] for row in rows]
+    widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
+    for line in (heads, *cells):
+        typer.echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+def _cells(row: Any) -> tuple[str, ...]:
+    filters = " ".join(f"{name}={value}" for name, value in row.selection.items())
+    targets = ", ".join(row.targets) if len(row.targets) == 1 or not filters else filters
+    outcome = row.outcome or "not known"
+    count = "" if row.count is None else str(row.count)
+    return (told(row.at), row.actor, row.action, row.name, targets, count, outcome, row.reason)
