@@ -197,6 +197,38 @@ class PrivatePostgres:
         self.stop(mode)
         self.start()
 
+    # -- a standby ----------------------------------------------------------------------------------
+
+    def create_standby(self, folder: Path | str, *, name: str) -> PrivatePostgres:
+        """Copy this server into *folder* as a standby that is called *name*, and start it."""
+        standby = PrivatePostgres(folder)
+        for made in (standby.folder, standby._data, standby._sockets):
+            made.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if os.geteuid() == 0:
+                account = self._account()
+                os.chown(made, account.pw_uid, account.pw_gid)
+        command = [str(self.binaries / "pg_basebackup"), "-D", str(standby._data), "-R", "-X", "stream", "-c", "fast"]
+        command += ["-d", f"host=127.0.0.1 port={self.port} user=postgres application_name={name}"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd="/", **self.as_user())
+        if done.returncode != 0:
+            raise PostgresServerError(f"pg_basebackup failed: {done.stderr.strip()[-2000:]}")
+        standby.start()
+        return standby
+
+    def promote(self) -> None:
+        """Make a standby a primary, and wait until it is."""
+        with psycopg.connect(self.dsn(), autocommit=True) as connection:
+            connection.execute("select pg_promote(true, 60)")
+
+    def pids_of(self, kind: str) -> list[int]:
+        """Return the children of the server whose title begins with *kind*, for instance ``walreceiver``."""
+        found = []
+        for pid in _children(self.pid):
+            with contextlib.suppress(OSError):
+                title = Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8", errors="replace")
+                found += [pid] if title.startswith(f"postgres: {kind}") else []
+        return found
+
     # -- the line -----------------------------------------------------------------------------------
 
     def cut(self) -> None:

@@ -112,6 +112,11 @@ class Lines:
         #: Strongly: lines that went with their loop, unclosed, would be the driver's to complain about.
         self._per_loop: dict[asyncio.AbstractEventLoop, _LoopLines] = {}
 
+    @property
+    def hosts(self) -> int:
+        """The number of servers in the address."""
+        return len(str(self._options.get("host") or self._options.get("hostaddr") or "").split(","))
+
     def _settings(self) -> dict[str, Any]:
         # A pooler hands one session to many: what was prepared in it may be somebody else's.
         return {**self._options, "autocommit": True, "prepare_threshold": _PREPARE if self.direct else None}

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from ergon_framework.connectors.postgres import statements
-from ergon_framework.connectors.postgres.durability import judged
+from ergon_framework.connectors.postgres.durability import Durability, read_durability
 from ergon_framework.finding import Finding, Wall, Weight, of_clocks, of_durability, of_version
 from ergon_framework.schema.lines import Lines
 from ergon_framework.schema.operation import Operation, Query
@@ -53,8 +53,7 @@ def examined(lines: Lines, name: str | None, wall: Wall) -> Operation[list[Findi
     before = wall()
     ((theirs,),) = yield Query(_CLOCK)
     found.append(of_clocks(theirs, before, wall(), server="PostgreSQL"))
-    settings = yield Query(statements.SETTINGS)
-    durability = judged(dict(settings))
+    durability = yield from read_durability(lines.hosts)
     found.append(
         of_durability(
             durability.words,
@@ -62,6 +61,7 @@ def examined(lines: Lines, name: str | None, wall: Wall) -> Operation[list[Findi
             do="set fsync, full_page_writes and synchronous_commit to on, in postgresql.conf or for this role",
         )
     )
+    found += _standbys(durability)
     if standby:
         found.append(
             Finding("role", Weight.BROKEN, "the server is a standby and takes no writes", "give the primary's address")
@@ -106,6 +106,14 @@ def _way(*, direct: bool | None) -> Iterator[Finding]:
             Weight.FINE,
             "a pooler stands between: nobody is woken by the database, and workers look by themselves",
         )
+
+
+def _standbys(durability: Durability) -> Iterator[Finding]:
+    if durability.promotion:
+        do = "name a standby in synchronous_standby_names and keep synchronous_commit on, or accept the loss"
+        yield Finding("standby", Weight.WARNING, durability.promotion, do)
+    elif durability.has_standbys is not False:
+        yield Finding("standby", Weight.FINE, "commits wait for a synchronous standby: its promotion costs nothing")
 
 
 def _rights(rows: list[tuple[str, list[str]]], role: str) -> Finding:

@@ -12,7 +12,7 @@ from ergon_framework.connectors.base import ConnectorError
 from ergon_framework.connectors.postgres import statements
 from ergon_framework.connectors.postgres.cleanup import Cleanup
 from ergon_framework.connectors.postgres.doorbell import Doorbell
-from ergon_framework.connectors.postgres.durability import Durability, judged
+from ergon_framework.connectors.postgres.durability import Durability, read_durability
 from ergon_framework.connectors.postgres.tenure import Tenure
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.schema.lines import Lines
@@ -57,12 +57,10 @@ class Home:
                 f"the database is at revision {revision or 'none'}, this release needs {NEEDED}; run: ergon db upgrade"
             )
         self.has_leases = suffices(revision, statements.LEASES)
-        rows = yield Query(statements.SETTINGS)
-        self.durability = judged(dict(rows))
-        level = logging.INFO if self.durability.durable else logging.WARNING
-        logs.say(
-            level, "postgres durability", {"durable": self.durability.durable, "words": self.durability.words}, to=_log
-        )
+        self.durability = durability = yield from read_durability(self.lines.hosts)
+        level = logging.INFO if durability.durable and not durability.promotion else logging.WARNING
+        fields = {"durable": durability.durable, "words": durability.summary}
+        logs.say(level, "postgres durability", fields, to=_log)
 
     def reaped(self) -> Operation[bool]:
         """Take back what dead instances hold, now and then; whether anything became ready."""

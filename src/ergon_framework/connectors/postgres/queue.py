@@ -146,8 +146,8 @@ class PostgresQueue(Connector, AsyncConnector):
 
     @property
     def durability(self) -> str | None:
-        """In words, what a power loss could cost; None before the queue was opened."""
-        return None if self._home is None or self._home.durability is None else self._home.durability.words
+        """In words, what a power loss and the promotion of a standby could cost; None before the queue was opened."""
+        return None if self._home is None or self._home.durability is None else self._home.durability.summary
 
     # -- coming and going ---------------------------------------------------------------------------
 

@@ -23,8 +23,13 @@ REVISION: Final = "select version_num from ergon.revision"
 
 SETTINGS: Final = """
 select name, setting from pg_settings
-where name in ('fsync', 'synchronous_commit', 'full_page_writes', 'server_version_num')
+where name in (
+    'fsync', 'synchronous_commit', 'full_page_writes', 'server_version_num', 'synchronous_standby_names'
+)
 """
+
+#: Every role sees how many there are, whatever else of them is hidden from it.
+STANDBYS: Final = "select count(*)::int from pg_stat_replication"
 
 QUEUE: Final = "select coalesce((select id from ergon.queue where name = %(name)s), ergon.make_queue(%(name)s))"
 
