@@ -25,7 +25,7 @@ TOTAL := 90
 .PHONY: site reference scan sbom sizes lowest
 .PHONY: exam trials signals bench-postgres chaos-postgres power-postgres poison-postgres
 .PHONY: chaos-brokers power-brokers bench-brokers broker-peers
-.PHONY: bench-providers fleet-providers chaos-outage chaos-celery chaos-executors chaos-cron fuzz-executors bench-executors peers
+.PHONY: bench-providers fleet-providers chaos-outage chaos-full-servers chaos-celery chaos-executors chaos-cron fuzz-executors bench-executors peers
 .PHONY: bench-facts bench-facts-store bench-facts-service bench-artifacts catchup-facts
 .PHONY: attack-facts chaos-facts soak-facts power-facts fuzz-facts fuzz-api protos demo demo-chaos
 
@@ -227,6 +227,9 @@ chaos-brokers: $(STAMP) ## 20,000 transactions on each broker through kills, sto
 chaos-outage: $(STAMP) ## a provider answers 503 or hangs for a minute, facts are away for five; no dead letter; about 7 minutes
 	$(BIN)/python tests/chaos/provider_outage.py
 
+chaos-full-servers: $(STAMP) ## PostgreSQL with a full disk and Redis at its memory limit for two minutes (root; SECONDS=120)
+	$(BIN)/python tests/chaos/full_servers.py --outage $(or $(SECONDS),120)
+
 chaos-celery: $(STAMP) ## Celery workers, children and RabbitMQ killed; every task ends once (SEED=1)
 	$(BIN)/python tests/chaos/celery_run.py --seed $(or $(SEED),1)
 
@@ -260,7 +263,7 @@ fleet-providers: $(STAMP) ## quota, breaker and keys over many processes, some o
 	$(BIN)/python tests/chaos/providers.py
 
 deep: soak mutants bench memory signals bench-postgres chaos-postgres power-postgres ## all that is too slow for the gate
-deep: trials coverage scan sizes bench-providers fleet-providers chaos-outage chaos-celery chaos-executors chaos-cron fuzz-executors bench-executors
+deep: trials coverage scan sizes bench-providers fleet-providers chaos-outage chaos-full-servers chaos-celery chaos-executors chaos-cron fuzz-executors bench-executors
 deep: bench-brokers chaos-brokers power-brokers
 deep: demo-chaos
 deep: chaos-facts catchup-facts soak-facts power-facts fuzz-facts fuzz-api bench-facts
