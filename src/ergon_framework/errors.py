@@ -12,6 +12,8 @@ from typing import Any, Final, Self, TypeAlias, get_args
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails, core_schema
 
+from ergon_framework.redaction import redact_text
+
 
 class Category(StrEnum):
     """What kind of failure this is, and so whether trying again can help."""
@@ -75,15 +77,21 @@ class ErgonError(Exception):
         return _rebuilt, (type(self), self.args, self.__dict__.copy(), _packed(self.__cause__))
 
 
-def text(error: BaseException, *, values: bool = False) -> str:
-    """Return the message of *error*, also when its own ``__str__`` fails.
+#: The most characters of a message that are searched for secrets and shown.
+MAX_TEXT: Final = 65_536
 
-    Without *values* validation errors of pydantic are reduced to locations and error types.
+
+def text(error: BaseException, *, values: bool = False, raw: bool = False) -> str:
+    """Return the message of *error* without secrets, also when its own ``__str__`` fails.
+
+    Without *values* validation errors of pydantic are reduced to locations and error types. A *raw* message is not
+    redacted and not cut: it is for decisions and for errors that stay in the process.
     """
     try:
-        return reduce_validation(str(error), error, values=values)
+        message = reduce_validation(str(error), error, values=values)
     except Exception:  # noqa: BLE001 - an error that cannot speak must not replace the one being told
         return f"{type(error).__qualname__} without a readable message"
+    return message if raw else redact_text(message[:MAX_TEXT])
 
 
 def reduce_validation(message: str, error: BaseException, *, values: bool = False) -> str:
@@ -140,6 +148,13 @@ def to_storable(message: str) -> str:
     # Undecodable file names put lone surrogates into messages, and PostgreSQL keeps no NUL: a record
     # that cannot be written would lose the failure.
     return message.replace("\0", "\\0").encode(errors="backslashreplace").decode()
+
+
+def to_one_line(message: str) -> str:
+    """Return *message* with line ends and control characters escaped: it starts no line and no terminal obeys it."""
+    if message.isprintable():
+        return message
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in message)
 
 
 # A cause travels as bytes of its own beside its description: many exceptions of other people can be

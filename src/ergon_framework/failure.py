@@ -7,9 +7,12 @@ from typing import Any, Final
 from pydantic import BaseModel, ConfigDict, Field
 
 from ergon_framework.errors import Category, text, to_storable
+from ergon_framework.redaction import redact_text
 
 #: Longest error message that is kept; whole documents do not belong into a record.
 MESSAGE = 500
+#: The most characters of a message that are searched for secrets before it is cut.
+SEARCHED: Final = 16 * 1024
 #: Longest traceback that is kept, in bytes of UTF-8.
 TRACEBACK: Final = 8 * 1024
 
@@ -121,11 +124,17 @@ def error_type_of(error: BaseException) -> str:
 
 
 def describe(error: BaseException, *, values: bool = False) -> str:
-    """The error's message, short enough to keep and in characters that every store accepts.
+    """Return the error's message without secrets, short enough to keep and in characters that every store accepts.
 
     Without *values* a validation error of pydantic is reduced to locations and error types.
     """
-    message = to_storable((text(error, values=values) or type(error).__qualname__)[: MESSAGE + 1])
+    # Redacted before it is cut: half a secret has not its form any more.
+    return cut(redact_text(text(error, values=values, raw=True)[:SEARCHED]) or type(error).__qualname__)
+
+
+def cut(message: str) -> str:
+    """Return *message* in characters that every store accepts, cut to the length of a message."""
+    message = to_storable(message[: MESSAGE + 1])
     return message if len(message) <= MESSAGE else message[: MESSAGE - 1] + "…"
 
 

@@ -14,7 +14,18 @@ from pathlib import Path
 PACKAGE = "ergon_framework"
 
 #: Bottom first: each may import the ones before it.
-VOCABULARY = ("errors", "strict_json", "policy", "scope", "failure", "finding", "history", "audit", "transaction")
+VOCABULARY = (
+    "redaction",
+    "errors",
+    "strict_json",
+    "policy",
+    "scope",
+    "failure",
+    "finding",
+    "history",
+    "audit",
+    "transaction",
+)
 
 #: The client libraries of each vendor folder below connectors/.
 CLIENTS = {

@@ -15,7 +15,7 @@ import typer
 
 from ergon_framework.cli.run import Options, enter, load, log_worker_start, look, prepare, tell
 from ergon_framework.cli.summary import told
-from ergon_framework.errors import ConfigurationError
+from ergon_framework.errors import ConfigurationError, text
 from ergon_framework.runner.exits import Exit
 from ergon_framework.runner.journalling import journalled
 from ergon_framework.runner.leaving import flush, guard, leave
@@ -62,7 +62,7 @@ def main(given: str) -> int:
         log_worker_start(task, rules, number=words["number"])
         depth = look(task, found, number=words["number"])
     except ConfigurationError as error:
-        typer.echo(f"ergon: {error}", err=True)
+        typer.echo(f"ergon: {text(error)}", err=True)
         return Exit.USAGE
     with pausable(task, found) as gates, journalled(task, found) as journal:
         process = Process(

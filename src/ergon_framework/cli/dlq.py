@@ -14,7 +14,7 @@ from ergon_framework.cli.dlq_filters import filtered, per_second
 from ergon_framework.cli.dlq_work import Order, listed, moved, showed
 from ergon_framework.cli.options import Actor, AuditReason, Reason, actor_name
 from ergon_framework.connectors.deadletters import DeadLetterQuery
-from ergon_framework.errors import ConfigurationError
+from ergon_framework.errors import ConfigurationError, text
 
 dlq = typer.Typer(
     help="Lists, shows, replays, corrects and discards dead letters.",
@@ -167,7 +167,7 @@ def edit(
     try:
         change = Change(file, set_ or (), new_keys=new_keys)
     except ConfigurationError as error:
-        typer.echo(f"ergon: {error}", err=True)
+        typer.echo(f"ergon: {text(error)}", err=True)
         raise typer.Exit(DlqExit.USAGE) from None
     order = Edit(
         id=transaction,

@@ -16,6 +16,7 @@ from rich.text import Text
 from ergon_framework.cli.summary import tell
 from ergon_framework.connectors.deadletters import DeadLetterRecord
 from ergon_framework.connectors.encryption import hidden, missing_key
+from ergon_framework.errors import to_one_line
 from ergon_framework.failure import EDITED, Failure
 
 #: The longest text in a cell of a list; `show` has the whole one.
@@ -77,7 +78,7 @@ def show_traceback(title: str, trace: str | None) -> None:
 def clean(text: str, longest: int) -> str:
     """*text* on one line, no longer than that, and with nothing in it that a terminal would obey."""
     short = text if len(text) <= longest else text[: longest - 1] + "…"
-    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in short)
+    return to_one_line(short)
 
 
 def told(at: float, timespec: str = "seconds") -> str:

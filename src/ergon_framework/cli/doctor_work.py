@@ -19,10 +19,10 @@ from ergon_framework.cli.doctor_patients import Patient, named, named_by, progra
 from ergon_framework.cli.logs import configure
 from ergon_framework.errors import ConfigurationError, ConnectionLost, ErgonError, MissingExtraError, text
 from ergon_framework.finding import Finding, Page, Wall, Weight
+from ergon_framework.redaction import hide_known, redact_address
 from ergon_framework.runner import queues
 from ergon_framework.runner.exits import ExitCode
 from ergon_framework.runner.settings import settings
-from ergon_framework.telemetry.redaction import masked
 
 #: Of the time that one has, what those who keep time themselves are given of it: they say more about its end.
 _INNER: Final = 0.8
@@ -57,7 +57,7 @@ def diagnosed(names: Sequence[str], *, config: Path | None, timeout: float, as_j
     try:
         reports = examined(names, config=config, timeout=timeout)
     except ConfigurationError as error:
-        return _refused(masked(text(error)), as_json=as_json)
+        return _refused(text(error), as_json=as_json)
     counts = Counter(finding.weight for report in reports for finding in report.findings)
     code = (
         DoctorExit.BROKEN if counts[Weight.BROKEN] else DoctorExit.WARNED if counts[Weight.WARNING] else DoctorExit.OK
@@ -74,7 +74,7 @@ def examined(names: Sequence[str], *, config: Path | None, timeout: float, wall:
     try:
         found = settings(config)
     except ConfigurationError as error:
-        finding = Finding("settings", Weight.BROKEN, masked(text(error)), f"mend it there; see {Page.CONFIGURE.named}")
+        finding = Finding("settings", Weight.BROKEN, text(error), f"mend it there; see {Page.CONFIGURE.named}")
         return [Report("this program", "", "", (finding,))]
     queues.use(found)
     patients = [program(found, config), *named_by(found, _INNER * timeout)]
@@ -145,8 +145,11 @@ def _once(looks: Iterator[tuple[Patient, list[Finding]]]) -> Iterator[Report]:
             known.add(patient.address)
         # What is broken is read first.
         told.sort(key=lambda each: _ORDER.index(each.weight))
-        clean = tuple(replace(each, seen=masked(each.seen), do=masked(each.do)) for each in told)
-        yield Report(patient.name, patient.setting, masked(patient.address), clean)
+        clean = tuple(
+            replace(each, seen=hide_known(each.seen, patient.address), do=hide_known(each.do, patient.address))
+            for each in told
+        )
+        yield Report(patient.name, patient.setting, redact_address(patient.address), clean)
 
 
 #: What is found of a server although no queue of it is meant.

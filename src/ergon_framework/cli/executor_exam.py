@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import typer
 
-from ergon_framework.errors import ConfigurationError
+from ergon_framework.errors import ConfigurationError, text
 from ergon_framework.finding import Page
 from ergon_framework.runner.exits import ExitCode
 from ergon_framework.testing.conformance.check import Result
@@ -27,7 +27,7 @@ def examine(command: Sequence[str], *, patience: float, only: Sequence[str] | No
     try:
         marks = take(command, patience=patience, only=only, on_mark=None if as_json else _tell)
     except (ConfigurationError, ValueError) as error:
-        typer.echo(f"ergon: {error}", err=True)
+        typer.echo(f"ergon: {text(error)}", err=True)
         return Exit.USAGE
     found = report(command, marks)
     if as_json:

@@ -7,7 +7,7 @@ import time
 import typer
 
 from ergon_framework.cli.logs import configure
-from ergon_framework.errors import ConfigurationError
+from ergon_framework.errors import ConfigurationError, text
 from ergon_framework.executor.runtime import Runtime
 from ergon_framework.executor.streams import Streams
 from ergon_framework.executor.watch import Watch
@@ -35,7 +35,7 @@ def run_handlers(name: str, *, grace: float, log_level: str | None) -> int:
         exporting.export(name)
         runtime = Runtime(registry)
     except ConfigurationError as error:
-        typer.echo(f"ergon: {error}", err=True)
+        typer.echo(f"ergon: {text(error)}", err=True)
         return Exit.USAGE
 
     def stop(reason: str) -> None:

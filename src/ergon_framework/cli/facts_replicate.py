@@ -13,7 +13,7 @@ import typer
 from ergon_framework.cli.facts_catchup import shown
 from ergon_framework.cli.logs import configure
 from ergon_framework.cli.run import LogLevel
-from ergon_framework.errors import ConfigurationError, ErgonError
+from ergon_framework.errors import ConfigurationError, ErgonError, text
 from ergon_framework.facts.replica import ReplicaState
 from ergon_framework.runner.exits import Exit
 from ergon_framework.runner.health import STARTING, Health
@@ -57,7 +57,7 @@ def _settings(config: Path | None, port: int | None, file: Path | None) -> Setti
     try:
         found = settings(config)
     except ConfigurationError as error:
-        typer.echo(f"ergon: {error}", err=True)
+        typer.echo(f"ergon: {text(error)}", err=True)
         raise typer.Exit(Exit.USAGE) from error
     given: dict[str, Any] = {"port": port, "file": None if file is None else str(file)}
     probes = found.run.probes.model_copy(update={key: value for key, value in given.items() if value is not None})
@@ -79,7 +79,7 @@ def _run(name: str, found: Settings, log_level: LogLevel | None, *, as_json: boo
             with shown(running[0].states):
                 code = running[0].run()
     except ConfigurationError as error:
-        typer.echo(f"ergon: {error}", err=True)
+        typer.echo(f"ergon: {text(error)}", err=True)
         return Exit.USAGE
     _tell(running[0].error, code)
     for state in running[0].states():
@@ -94,7 +94,7 @@ def _heard(signal: Signals, times: int) -> None:
 
 def _tell(error: BaseException | None, code: Exit) -> None:
     if isinstance(error, ErgonError):
-        typer.echo(f"ergon: {error}", err=True)
+        typer.echo(f"ergon: {text(error)}", err=True)
     elif error is not None:
         typer.echo("".join(traceback.format_exception(error)).rstrip(), err=True)
     elif code is Exit.FORCED:

@@ -7,7 +7,10 @@ import logging
 from datetime import UTC, datetime
 from typing import Any
 
-from ergon_framework.telemetry.logs import TransactionFilter, event_of, fields_of, logfmt
+from ergon_framework.errors import to_one_line
+from ergon_framework.redaction import redact_text
+from ergon_framework.telemetry.logs import TransactionFilter, event_of, fields_of, is_own, logfmt
+from ergon_framework.telemetry.redaction import redact
 
 #: Libraries that log every step of every connection, and as errors what our own errors and events tell already.
 _TALKATIVE = ("pika",)
@@ -21,7 +24,12 @@ class Fielded(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         line, traceback = _parts(record, self)
-        return "\n".join([logfmt(line), *("  " + each for each in traceback.splitlines())])
+        return "\n".join([logfmt(line), *("  " + _to_line(each) for each in traceback.splitlines())])
+
+
+def _to_line(text: str) -> str:
+    """Return one line of a traceback with what a terminal would obey escaped."""
+    return to_one_line(text.expandtabs(4))
 
 
 class Structured(logging.Formatter):
@@ -42,7 +50,11 @@ def _parts(record: logging.LogRecord, formatter: logging.Formatter) -> tuple[dic
     }
     traceback = record.exc_text or (formatter.formatException(record.exc_info) if record.exc_info else "")
     stack = formatter.formatStack(record.stack_info) if record.stack_info else ""
-    return line | fields_of(record) | line, "\n".join(filter(None, [traceback, stack]))
+    fields = fields_of(record)
+    if not is_own(record):  # our own events are redacted where they are logged
+        line["event"] = redact_text(line["event"])
+        fields = {name: redact(name, value) for name, value in fields.items()}
+    return line | fields | line, redact_text("\n".join(filter(None, [traceback, stack])))
 
 
 def configure(level: str, form: str = "text") -> None:

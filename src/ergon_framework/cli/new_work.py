@@ -19,7 +19,7 @@ from typing import Final
 
 import typer
 
-from ergon_framework.errors import ConfigurationError
+from ergon_framework.errors import ConfigurationError, text
 from ergon_framework.runner.exits import ExitCode
 
 #: Names of databases, images and pods are made of it, and the shortest limit among theirs is 63.
@@ -65,7 +65,7 @@ def created(name: str, broker: Broker) -> NewExit:
         _check_folder(Path(name))
         write(Path(name), rendered(name, broker))
     except ConfigurationError as error:
-        typer.echo(f"ergon: {error}", err=True)
+        typer.echo(f"ergon: {text(error)}", err=True)
         return NewExit.USAGE
     except OSError as error:
         typer.echo(f"ergon: {name} cannot be written here: {error.strerror}; nothing is left of it", err=True)
@@ -121,8 +121,8 @@ def rendered(name: str, broker: Broker) -> dict[PurePosixPath, str]:
     words = _all_words(name, broker)
     made = {}
     for part in ("common", broker.value):
-        for path, text in _templates(_root() / part, PurePosixPath()):
-            made[_place(path, name)] = _filled(text, words, str(path))
+        for path, template in _templates(_root() / part, PurePosixPath()):
+            made[_place(path, name)] = _filled(template, words, str(path))
     return made
 
 

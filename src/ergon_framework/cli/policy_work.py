@@ -14,7 +14,7 @@ import typer
 
 from ergon_framework.cli import policy_view as view
 from ergon_framework.cli.run import Options, load_consumer
-from ergon_framework.errors import ConfigurationError
+from ergon_framework.errors import ConfigurationError, text
 from ergon_framework.policy import Policy
 from ergon_framework.providers.base import Provider
 from ergon_framework.providers.policy import ProviderPolicy
@@ -72,7 +72,7 @@ def explain(name: str, *, policy: Path | None, config: Path | None, as_json: boo
         options = Options(task=name, policy=_text(policy), config=_text(config))
         task, rules = load_consumer(options, options.settings())
     except ConfigurationError as error:
-        typer.echo(f"ergon: {error}", err=True)
+        typer.echo(f"ergon: {text(error)}", err=True)
         return PolicyExit.USAGE
     module = sys.modules[name.partition(":")[0]]
     found = explained(task, rules, [value for value in vars(module).values() if isinstance(value, Provider)])
@@ -91,7 +91,7 @@ def explained(task: Any, policy: ConsumerPolicy, providers: Sequence[Provider[An
     try:
         refuse_too_long(policy, can, queue=task.connector.name)
     except ConfigurationError as error:
-        refused = str(error)
+        refused = text(error)
     return Explained(
         task=task.name,
         queue=task.connector.name,

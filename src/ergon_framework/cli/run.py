@@ -20,7 +20,7 @@ import typer
 from ergon_framework.cli.logs import configure
 from ergon_framework.cli.summary import as_line, show, show_all, summed
 from ergon_framework.cli.telling import explained
-from ergon_framework.errors import ConfigurationError, ErgonError
+from ergon_framework.errors import ConfigurationError, ErgonError, text
 from ergon_framework.runner import exporting, queues
 from ergon_framework.runner.exits import Exit
 from ergon_framework.runner.health import STARTING, Health
@@ -93,7 +93,7 @@ def run_task(options: Options, *, as_json: bool) -> int:
             _run_many(options, found, as_json=as_json) if found.run.processes > 1 else _run_one(options, found, as_json)
         )
     except ConfigurationError as error:
-        typer.echo(f"ergon: {error}", err=True)
+        typer.echo(f"ergon: {text(error)}", err=True)
         return Exit.USAGE
 
 

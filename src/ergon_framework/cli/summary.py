@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ergon_framework.errors import text
+from ergon_framework.errors import text, to_one_line
 from ergon_framework.runner.process import Ended
 from ergon_framework.runner.supervisor import Ran
 from ergon_framework.task.report import End, Outcome, Report
@@ -43,7 +43,11 @@ def show_all(name: str, ran: Ran) -> None:
 
 
 def tell(title: str, rows: Sequence[tuple[str, str]]) -> None:
-    """Print rows of two cells under a title: as a table on a terminal, as plain lines elsewhere."""
+    """Print rows of two cells under a title: as a table on a terminal, as plain lines elsewhere.
+
+    Line ends and control characters are escaped, so that a cell starts no line of its own.
+    """
+    title, rows = to_one_line(title), [(to_one_line(what), to_one_line(how)) for what, how in rows]
     if sys.stdout.isatty():
         table = Table("what", "how", title=title, title_justify="left", show_header=False)
         for row in rows:

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from ergon_framework.connectors.base import ConnectorError, Depth
 from ergon_framework.errors import ConfigurationError, ErgonError, text
+from ergon_framework.redaction import redact_address
 from ergon_framework.telemetry.metrics import Numbers
 from ergon_framework.telemetry.redaction import masked
 from ergon_framework.telemetry.scraped import scraped
@@ -71,7 +72,7 @@ class Sources:
             try:
                 found.runs[url] = answer.result(_WITHIN + 1.0)
             except (OSError, ValueError, TimeoutError) as error:
-                found.unreached[masked(url)] = _words(error)
+                found.unreached[redact_address(url)] = _words(error)
         return found
 
     def close(self) -> None:
@@ -136,7 +137,7 @@ def _address(url: str) -> str:
     except ValueError:
         fits = False
     if not fits or parts.username is not None:
-        raise ConfigurationError(f"{masked(url)!r} is no address of a run's probes; write http://HOST:PORT")
+        raise ConfigurationError(f"{redact_address(url)!r} is no address of a run's probes; write http://HOST:PORT")
     return given.rstrip("/").removesuffix("/metrics")
 
 

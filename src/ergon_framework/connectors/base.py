@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self, Type
 from ergon_framework.connectors.audit import leave_rows
 from ergon_framework.errors import ConfigurationError, ErgonError
 from ergon_framework.failure import Attempt, Deferral, Failure
+from ergon_framework.redaction import redact_text
 from ergon_framework.telemetry.context import carried
 from ergon_framework.transaction import Transaction
 
@@ -124,6 +125,7 @@ class DeadLetter(Settlement):
     def __post_init__(self) -> None:
         if not isinstance(self.reason, str):
             raise TypeError(f"the reason of a dead letter is a text, not {type(self.reason).__name__}")
+        object.__setattr__(self, "reason", redact_text(self.reason))
 
 
 @dataclass(slots=True, frozen=True)

@@ -14,6 +14,7 @@ from typing import Any, Final, Protocol
 from ergon_framework.connectors.base import AsyncConnector, Connector
 from ergon_framework.connectors.memory import MemoryConnector
 from ergon_framework.errors import ConfigurationError, MissingExtraError, text
+from ergon_framework.redaction import hide_known
 
 #: Where a package of somebody else's registers its schemes: the name is the scheme, the object a Maker.
 GROUP: Final = "ergon.connectors"
@@ -116,7 +117,8 @@ def _made(maker: Any, name: str, address: Mapping[str, str], options: Mapping[st
     try:
         made = maker(name, **address, **options)
     except (TypeError, ValueError) as error:
-        raise ConfigurationError(f"the queue {name!r} cannot be made: {text(error)}") from error
+        (url,) = address.values()
+        raise ConfigurationError(f"the queue {name!r} cannot be made: {hide_known(text(error), url)}") from error
     if isinstance(made, Connector | AsyncConnector):
         return made
     raise ConfigurationError(

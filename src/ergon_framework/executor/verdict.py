@@ -12,6 +12,7 @@ from typing import Any, Final, TypeAlias
 
 from ergon_framework.errors import Category
 from ergon_framework.executor.protocol import BadLine, ErrorType, ExecutionOutcome, Status
+from ergon_framework.redaction import redact_text
 from ergon_framework.task.mixins.policies import RetryPolicy
 
 #: The longest delay that an executor may ask for unless policy says otherwise: a day.
@@ -112,9 +113,9 @@ def blamed(outcome: ExecutionOutcome) -> Blame:
     return Blame(
         category=Category.TIMEOUT if outcome.status is Status.TIMEOUT else Category.SYSTEM,
         code=kind if kind in _OWN else _CODES[outcome.status],
-        message=outcome.error_message or f"the executor reported {outcome.status.value}",
+        message=redact_text(outcome.error_message or "") or f"the executor reported {outcome.status.value}",
         error_type=kind,
-        traceback=outcome.error_traceback,
+        traceback=None if outcome.error_traceback is None else redact_text(outcome.error_traceback),
         # The only fatal error type of the protocol, whatever the status.
         final=kind == ErrorType.HANDLER_NOT_FOUND.value,
     )

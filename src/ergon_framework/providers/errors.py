@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from ergon_framework.errors import Category, ErgonError
-from ergon_framework.failure import MESSAGE
+from ergon_framework.failure import MESSAGE, SEARCHED
 from ergon_framework.telemetry.redaction import HIDDEN, masked
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ def clean(message: str) -> str:
     >>> clean("GET https://me:pw@api.example/v1/x?key=1 failed")
     'GET https://api.example/v1/x failed'
     """
-    return masked(_QUERY.sub(f"?{HIDDEN}", _ADDRESS.sub(r"\1\2", message[:MESSAGE])))
+    return masked(_QUERY.sub(f"?{HIDDEN}", _ADDRESS.sub(r"\1\2", masked(message[:SEARCHED])[:MESSAGE])))
 
 
 # -- to another process ---------------------------------------------------------------------------

@@ -87,7 +87,7 @@ def _rule(error: BaseException) -> Rule | None:
     for kind in type(error).__mro__:
         name = (kind.__module__.partition(".")[0], kind.__name__)
         for words, rule in WORDS.get(name, {}).items():
-            if text(error).startswith(words):
+            if text(error, raw=True).startswith(words):
                 return rule
         if name in RULES:
             return RULES[name]
@@ -135,7 +135,7 @@ def _status(error: BaseException) -> int | None:
         if isinstance(status, int) and not isinstance(status, bool) and 300 <= status < 600:  # noqa: PLR2004 - failures
             return int(status)
     # A library that retries by itself keeps of the last answer only this sentence.
-    told = _TOO_MANY.search(text(error)) if type_name(error) == "urllib3.exceptions.ResponseError" else None
+    told = _TOO_MANY.search(text(error, raw=True)) if type_name(error) == "urllib3.exceptions.ResponseError" else None
     return int(told[1]) if told else None
 
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import Field, Strict, ValidationError, field_validator
 
+from ergon_framework import redaction
 from ergon_framework.connectors.encryption import VARIABLE
 from ergon_framework.connectors.schemes import scheme_of
 from ergon_framework.engine import backoff as waiting
@@ -123,6 +124,31 @@ class TelemetrySettings(Policy):
     """What ``ergon run`` records of a task."""
 
     tracebacks: bool = Field(default=True, description="Keep tracebacks of errors in logs, spans and failure records.")
+    redact_names: tuple[str, ...] = Field(
+        default=(), description="Names of secrets besides the built-in ones, in any style; a list of text."
+    )
+    redact_patterns: tuple[str, ...] = Field(
+        default=(), description="Regular expressions of secret text; the whole match is hidden. A list of text."
+    )
+
+    @field_validator("redact_names", "redact_patterns", mode="before")
+    @classmethod
+    def _to_list(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+
+    @field_validator("redact_names")
+    @classmethod
+    def _check_names(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for name in value:
+            redaction.check_name(name)
+        return value
+
+    @field_validator("redact_patterns")
+    @classmethod
+    def _check_patterns(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for pattern in value:
+            redaction.compile_pattern(pattern)
+        return value
 
 
 class PostgresSettings(Policy):
@@ -245,9 +271,21 @@ def settings(path: Path | None = None, environ: Mapping[str, str] | None = None)
     if faults:
         raise ConfigurationError("; ".join(faults))
     try:
-        return Settings.model_validate(given.tree)
+        found = Settings.model_validate(given.tree)
     except ValidationError as error:
         raise ConfigurationError(sources.explained(error, given)) from error
+    if environ is None:
+        _use_redaction(found)
+    return found
+
+
+def _use_redaction(found: Settings) -> None:
+    """Have this process redact by the rules of *found*, and hide the passwords of its addresses."""
+    redaction.configure(found.telemetry.redact_names, found.telemetry.redact_patterns)
+    brokers = [each.url for each in (found.rabbitmq, found.nats, found.redis)]
+    for address in (found.postgres.dsn, *brokers, *(each.url for each in found.queues.values())):
+        if address:
+            redaction.learn_address(address)
 
 
 def database(path: Path | None = None) -> str:

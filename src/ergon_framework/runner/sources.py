@@ -35,6 +35,8 @@ Shapes: TypeAlias = Mapping[tuple[type[Policy], str], type[Policy]]
 
 _KEYWORD = re.compile(r"(?:^|[\s?&;])(?:password|passwd|pwd|sslpassword)\s*=", re.IGNORECASE)
 _ADDRESS = re.compile(r"://[^\s/@:]*:[^\s/@]+@")
+#: Patterns look like what they hide.
+_PATTERNS = ("telemetry", "redact_patterns")
 #: A NATS address that names somebody without a password names a token.
 _TOKEN = re.compile(r"^\s*(?:nats|tls|wss?)://[^\s/@:]+@", re.IGNORECASE)
 
@@ -108,10 +110,17 @@ def _secrets(value: Any, keys: Keys) -> Iterator[tuple[Keys, str]]:
     elif isinstance(value, list):
         for item in value:
             yield from _secrets(item, keys)
-    elif isinstance(value, str) and (_ADDRESS.search(value) or _KEYWORD.search(value)):
+    elif isinstance(value, str) and keys != _PATTERNS and (_ADDRESS.search(value) or _KEYWORD.search(value)):
         yield keys, "holds a password"
     elif isinstance(value, str) and _TOKEN.search(value):
         yield keys, "holds a token"
+    elif isinstance(value, str) and keys != _PATTERNS and _holds_secret(value):
+        yield keys, "holds a secret"
+
+
+def _holds_secret(value: str) -> bool:
+    """Return whether *value* is an address with a secret, also one whose name is percent-encoded."""
+    return "://" in value and redaction.masked(value) != value
 
 
 # -- the environment ------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from psycopg import generators
 from psycopg.pq import TransactionStatus
 
 from ergon_framework.errors import ConfigurationError, ConnectionLost, ErgonError
+from ergon_framework.redaction import learn_address
 from ergon_framework.schema.failures import Silent, translated
 from ergon_framework.schema.line import AsyncLine, Line
 from ergon_framework.schema.operation import Operation, perform, perform_async
@@ -100,6 +101,7 @@ class Lines:
     """
 
     def __init__(self, dsn: str, *, most: int = 8, other: type[ErgonError] = ErgonError) -> None:
+        learn_address(dsn)
         self._options: dict[str, Any] = options_of(dsn)
         self._most = most
         self._other = other

@@ -185,7 +185,7 @@ def _summarize(error: BaseException) -> str:
 
 
 def _read(cause: BaseException) -> FetchException:
-    error = FetchException(f"the connector could not be read: {type(cause).__name__}: {text(cause)}")
+    error = FetchException(f"the connector could not be read: {type(cause).__name__}: {text(cause, raw=True)}")
     if isinstance(cause, ErgonError) and is_sound(cause):
         error.final = cause.final or cause.category is Category.BUSINESS
         error.retry_after = cause.retry_after

@@ -54,10 +54,10 @@ def _flatten(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
 def _describe_members(group: BaseExceptionGroup[BaseException], members: list[BaseException]) -> str:
     shown = members[:MAX_MEMBERS]
     length = MEMBERS_LENGTH // len(shown)
-    texts = [_shorten(f"{type(member).__name__}: {text(member)}", length) for member in shown]
+    texts = [_shorten(f"{type(member).__name__}: {text(member, raw=True)}", length) for member in shown]
     if len(members) > len(shown):
         texts.append(f"and {len(members) - len(shown)} more")
-    return f"{_shorten(text(group), _NAME_LENGTH)}: {'; '.join(texts)}"
+    return f"{_shorten(text(group, raw=True), _NAME_LENGTH)}: {'; '.join(texts)}"
 
 
 def _shorten(message: str, length: int) -> str:

@@ -90,7 +90,7 @@ def expired(step: Step, overrun: Overrun, lifetime: float | None) -> Transaction
 
 
 def _wrapped(error: BaseException, category: Category, verdict: ErgonError | None = None) -> TransactionException:
-    message = f"{type(error).__name__}: {text(error)}" if verdict is None else text(verdict)
+    message = f"{type(error).__name__}: {text(error, raw=True)}" if verdict is None else text(verdict, raw=True)
     wrapped = TransactionException(message, category)
     if verdict is not None:
         wrapped.retry_after, wrapped.final, wrapped.code = verdict.retry_after, verdict.final, verdict.code

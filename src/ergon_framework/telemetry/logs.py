@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 from ergon_framework import scope
+from ergon_framework.redaction import redact_text
 from ergon_framework.telemetry.context import current_ids
 from ergon_framework.telemetry.names import LIBRARY, Event, Field
 from ergon_framework.telemetry.tracebacks import ExcInfo
@@ -37,14 +38,14 @@ def say(
     """Log *event* with *fields* to the logger *to*.
 
     Fields that are None are left out; with *keep_none* they stay attributes of the record. A record about a transaction
-    has a correlation id, which is the transaction's id if it has no other. *raised* is an error with its traceback as
-    it may be printed; *exc_info* is one that is printed as it is.
+    has a correlation id, which is the transaction's id if it has no other. The text of fields is redacted. *raised* is
+    an error with its traceback as it may be printed; *exc_info* is one that is printed as it is.
     """
     if not to.isEnabledFor(level):
         return
     # Filters and handlers are foreign code, and must not end the loop that logs.
     with suppress(Exception):
-        fields = _with_correlation(fields)
+        fields = {name: _redacted(value) for name, value in _with_correlation(fields).items()}
         known = {name: value for name, value in fields.items() if value is not None}
         # The template is the same for each record of an event, so that error trackers group them.
         template = " ".join([event, *(f"{name}=%s" for name in known)])
@@ -58,6 +59,10 @@ def say(
         # Formatters print this text and do not format the error again.
         record.exc_text = raised[1]
         to.handle(record)
+
+
+def _redacted(value: Any) -> Any:
+    return redact_text(value) if type(value) is str else value
 
 
 def _with_correlation(fields: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -75,9 +80,14 @@ def telemetry_failed(error: BaseException) -> None:
     say(logging.WARNING, Event.TELEMETRY_FAILED, {Field.ERROR_TYPE: type(error).__name__}, to=_own)
 
 
+def is_own(record: logging.LogRecord) -> bool:
+    """Return whether this package has logged *record*."""
+    return record.name.partition(".")[0] == LIBRARY
+
+
 def event_of(record: logging.LogRecord) -> str:
     """Return the event of a record of this package, and the message of any other record."""
-    if record.name.partition(".")[0] == LIBRARY:
+    if is_own(record):
         return getattr(record, Field.EVENT, None) or record.getMessage()
     return record.getMessage()
 

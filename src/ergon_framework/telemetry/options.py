@@ -9,6 +9,7 @@ from opentelemetry.metrics import MeterProvider
 from opentelemetry.trace import TracerProvider
 
 from ergon_framework.errors import ConfigurationError
+from ergon_framework.redaction import load_environment
 from ergon_framework.telemetry.redaction import Redact, redact
 
 
@@ -38,7 +39,11 @@ def without_tracebacks(task: Any) -> None:
 
 
 def options_of(task: object) -> TelemetryOptions:
-    """The options that *task* carries."""
+    """The options that *task* carries; ConfigurationError if the rules of redaction are invalid."""
+    try:
+        load_environment()
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from error
     options = getattr(task, "telemetry", DEFAULTS)
     if not isinstance(options, TelemetryOptions):
         raise ConfigurationError(

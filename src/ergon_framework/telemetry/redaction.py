@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 from ergon_framework.failure import MESSAGE, describe
+from ergon_framework.redaction import HIDDEN
+from ergon_framework.redaction import is_secret_name as secret
+from ergon_framework.redaction import redact_text as masked
 
-#: What stands in the place of what must not be seen.
-HIDDEN: Final = "[hidden]"
+__all__ = ["HIDDEN", "Redact", "masked", "message", "redact", "secret", "shown"]
 
 #: Gets the key under which a value would be recorded; answers what may be recorded of it.
 Redact: TypeAlias = Callable[[str, Any], Any]
-
-_WORDS: Final = (
-    r"pass(?:word|wd|phrase|code)?|pwd|secret|token|api[-_ ]?key|access[-_ ]?key|private[-_ ]?key|auth(?:orization)?"
-    r"|credentials?|cookie|session[-_ ]?id|signature|dsn"
-)
-#: A word of its own within a key: "db_password" and "apiToken", but not "compass" or "author".
-_SECRET_KEY: Final = re.compile(rf"(?:^|[^a-z])(?:{_WORDS})s?(?:$|[^a-z])", re.IGNORECASE)
-_HUMP: Final = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
-_IN_ADDRESS: Final = re.compile(r"(://)[^\s/@]+@")
-_BEARER: Final = re.compile(r"\b(bearer|basic)\s+[^\s,;'\"]+", re.IGNORECASE)
-_ASSIGNED: Final = re.compile(
-    rf"((?:\b|_)(?:{_WORDS})s?[\"']?\s*[=:]\s*)({re.escape(HIDDEN)}|\"[^\"]*\"|'[^']*'|[^\s,;&)}}\]]+)", re.IGNORECASE
-)
 
 
 def redact(key: str, value: Any) -> Any:
@@ -41,18 +29,6 @@ def redact(key: str, value: Any) -> Any:
     return value
 
 
-def secret(key: str) -> bool:
-    """Whether *key* looks like the name of a secret."""
-    return _SECRET_KEY.search(_HUMP.sub("_", key)) is not None
-
-
-def masked(text: str) -> str:
-    """*text* without the credentials of addresses and without what is assigned to a secret's name."""
-    text = _IN_ADDRESS.sub(rf"\1{HIDDEN}@", text)
-    text = _BEARER.sub(rf"\1 {HIDDEN}", text)
-    return _ASSIGNED.sub(rf"\1{HIDDEN}", text)
-
-
 def shown(hook: Redact, key: str, value: Any) -> str:
     """What may be recorded of *value*, as short text. A hook that breaks hides everything."""
     try:
@@ -64,7 +40,9 @@ def shown(hook: Redact, key: str, value: Any) -> str:
 
 def message(hook: Redact, key: str, error: BaseException, *, values: bool = False) -> str:
     """What may be recorded of an error's message: at most 500 characters; *values* as for ``describe``."""
-    return shown(hook, key, describe(error, values=values))
+    told = describe(error, values=values)
+    # The default hook would apply the same rules again.
+    return told if hook is redact else shown(hook, key, told)
 
 
 def _readable(value: Any) -> Any:

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from ergon_framework.errors import ErgonError, particulars_of, to_storable
-from ergon_framework.failure import TRACEBACK, describe
+from ergon_framework.errors import ErgonError, particulars_of, text, to_one_line, to_storable
+from ergon_framework.failure import SEARCHED, TRACEBACK, cut, describe
 from ergon_framework.telemetry import redaction
 from ergon_framework.telemetry.names import LIBRARY, Attribute, ExceptionEvent
 from ergon_framework.telemetry.options import TelemetryOptions
@@ -68,7 +68,13 @@ def find_raised(error: BaseException) -> BaseException:
 
 
 def _is_shown_as_raised(link: _Link, options: TelemetryOptions) -> bool:
-    return not link.hidden and _message(link.error, options) == describe(link.error, values=True)
+    raised = text(link.error, values=True, raw=True)
+    return (
+        not link.hidden
+        and len(raised) <= SEARCHED
+        and redaction.masked(raised) == raised
+        and _message(link.error, options) == cut(raised or type(link.error).__qualname__)
+    )
 
 
 def _message(error: BaseException, options: TelemetryOptions) -> str:
@@ -152,7 +158,8 @@ def _format_chain(chain: Sequence[tuple[_Link, _Frames]], options: TelemetryOpti
 
 def _format_title(link: _Link, options: TelemetryOptions) -> str:
     name = type(link.error).__qualname__
-    return name if link.hidden else f"{name}: {describe(link.error, values=options.record_payloads)}"
+    # A message of several lines must not look like frames, nor like a record of its own in a log.
+    return name if link.hidden else f"{name}: {to_one_line(describe(link.error, values=options.record_payloads))}"
 
 
 def _format_frames(frames: _Frames, most: int) -> list[str]:

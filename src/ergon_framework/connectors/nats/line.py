@@ -21,8 +21,8 @@ from ergon_framework.connectors.base import ConnectorError
 from ergon_framework.connectors.nats.client import DirectClient
 from ergon_framework.connectors.nats.frames import Ear, Heard
 from ergon_framework.errors import ConnectionLost, ErgonError
+from ergon_framework.redaction import redact_address
 from ergon_framework.telemetry import logs
-from ergon_framework.telemetry.redaction import masked
 
 _log = logging.getLogger(__name__)
 
@@ -336,7 +336,7 @@ async def _left(client: DirectClient) -> None:
 
 
 def _refusal(error: BaseException, addresses: Sequence[str]) -> BaseException:
-    where = ", ".join(masked(address) for address in addresses)
+    where = ", ".join(redact_address(address) for address in addresses)
     if isinstance(error, errors.AuthorizationError) or "authorization" in str(error).lower():
         return ConnectorError(f"NATS at {where} refuses these credentials")
     if isinstance(error, (errors.Error, OSError, TimeoutError)):

@@ -46,6 +46,7 @@ from ergon_framework.connectors.nats.ticker import Ticker
 from ergon_framework.connectors.outage import public_address
 from ergon_framework.errors import ConfigurationError, ConnectionLost
 from ergon_framework.finding import Finding, Wall
+from ergon_framework.redaction import learn_address
 from ergon_framework.telemetry import logs
 from ergon_framework.transaction import Transaction
 
@@ -192,6 +193,7 @@ class NatsQueue(AsyncConnector):
             raise ConfigurationError(
                 f"the queue {self._name!r} has no server: set {VARIABLE} in the environment or give url=…"
             )
+        learn_address(url)
         return [address.strip() for address in url.split(",") if address.strip()]
 
     async def _line(self) -> Line:

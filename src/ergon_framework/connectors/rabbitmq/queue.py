@@ -40,6 +40,7 @@ from ergon_framework.connectors.rabbitmq.message import Message, fresh
 from ergon_framework.connectors.rabbitmq.station import Station
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.finding import Finding, Wall
+from ergon_framework.redaction import learn_address
 from ergon_framework.transaction import Transaction
 
 R = TypeVar("R")
@@ -138,6 +139,7 @@ class RabbitMQQueue(Connector, AsyncConnector):
             raise ConfigurationError(
                 f"the queue {self._name!r} has no server: set {VARIABLE} in the environment or give url=…"
             )
+        learn_address(url)
         return url
 
     def _parameters(self) -> pika.ConnectionParameters:

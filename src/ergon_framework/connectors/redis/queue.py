@@ -46,6 +46,7 @@ from ergon_framework.connectors.redis.receipt import Receipt
 from ergon_framework.connectors.redis.settling import Settler
 from ergon_framework.errors import ConfigurationError, ConnectionLost
 from ergon_framework.finding import Finding, Wall
+from ergon_framework.redaction import learn_address
 from ergon_framework.transaction import Transaction
 
 R = TypeVar("R")
@@ -167,6 +168,7 @@ class RedisQueue(Connector, AsyncConnector):
             raise ConfigurationError(
                 f"the queue {self._name!r} has no server: set {VARIABLE} in the environment or give url=…"
             )
+        learn_address(url)
         return url
 
     def _opened(self, home: Home) -> Operation[None]:

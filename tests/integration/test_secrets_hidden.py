@@ -1,0 +1,301 @@
+"""Secrets in the errors, payloads and headers of a real run: none leaves the process, on any broker."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import nats
+import pika
+import psycopg
+import pytest
+import redis
+from typer.testing import CliRunner
+
+from ergon_framework import Transaction
+from ergon_framework.cli.app import app as cli
+from ergon_framework.runner.exits import Exit
+from tests.integration.brokers import BROKERS, named
+from tests.integration.running import ERGON
+from tests.secret_forms import FORMS
+
+FORMS_FILE = Path(__file__).parents[1] / "secret_forms.py"
+
+#: Each form is the text of an error that ends in a dead letter, and of one that waits for its next attempt.
+APP = """
+from pydantic import BaseModel
+from ergon_framework import ConsumerPolicy, consumer, queue
+from ergon_framework.errors import ErgonError
+from forms import FORMS
+
+orders = queue("NAME")
+policy = ConsumerPolicy.load({"steps": {"process": {"retry": {"max_attempts": 2, "backoff": 0.01}}}})
+
+
+class Card(BaseModel):
+    number: int
+
+
+@consumer(orders, policy=policy)
+def charge(payload):
+    message = FORMS[payload["form"]][0]
+    if payload["way"] == "wait":
+        raise ErgonError(message, retry_after=3600.0)
+    if payload["way"] == "dead":
+        raise RuntimeError(message)
+    if payload["way"] == "key":
+        return {}[payload["note"]]
+    Card(number=payload["note"])
+
+
+@charge.on_failure
+def refund(payload, error):
+    if payload["way"] == "dead":
+        raise ValueError(f"no refund: {FORMS[payload['form']][0]}")
+"""
+
+
+def read_postgres(url, _name):
+    with psycopg.connect(os.environ["ERGON_POSTGRES__DSN"]) as connection:
+        tables = connection.execute("select tablename from pg_tables where schemaname = 'ergon'").fetchall()
+        return "\n".join(
+            str(row) for (table,) in tables for row in connection.execute(f'select * from ergon."{table}"').fetchall()
+        )
+
+
+def read_rabbitmq(url, name):
+    parts = []
+    with pika.BlockingConnection(pika.URLParameters(url)) as connection:
+        for queue in (name, f"{name}.dead", f"{name}.later"):
+            channel = connection.channel()
+            try:
+                while (found := channel.basic_get(queue))[0] is not None:
+                    parts.append(f"{found[1]} {found[2]}")
+            except pika.exceptions.ChannelClosedByBroker:
+                continue
+    return "\n".join(parts)
+
+
+def read_redis(url, _name):
+    client = redis.Redis.from_url(url)
+    readers = {
+        b"stream": client.xrange,
+        b"hash": client.hgetall,
+        b"zset": lambda key: client.zrange(key, 0, -1),
+        b"set": client.smembers,
+        b"list": lambda key: client.lrange(key, 0, -1),
+        b"string": client.get,
+    }
+    return "\n".join(f"{key} {readers[client.type(key)](key)}" for key in client.scan_iter())
+
+
+def read_nats(url, name):
+    async def read():
+        client = await nats.connect(url)
+        parts = []
+        manager = client.jsm()
+        for stream in await manager.streams_info():
+            for number in range(stream.state.first_seq, stream.state.last_seq + 1):
+                try:
+                    found = await manager.get_msg(stream.config.name, seq=number)
+                except nats.js.errors.NotFoundError:
+                    continue
+                parts.append(f"{found.subject} {found.headers} {found.data}")
+        await client.close()
+        return "\n".join(parts)
+
+    return asyncio.run(read())
+
+
+READERS = {"postgres": read_postgres, "rabbitmq": read_rabbitmq, "redis": read_redis, "nats": read_nats}
+
+
+def run(*words):
+    """Run ``ergon run`` in a process of its own."""
+    done = subprocess.run([*ERGON, "run", *words], capture_output=True, text=True, timeout=120, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+def ergon(*words):
+    """Run another command in this process."""
+    done = CliRunner().invoke(cli, words)
+    return done.exit_code, done.output
+
+
+def list_shown(text):
+    """List the forms whose secret *text* shows."""
+    return [form for form, (_, value) in FORMS.items() if value in text]
+
+
+@pytest.mark.spec("SEC-01", "SEC-02")
+@pytest.mark.parametrize("broker", BROKERS)
+def test_no_secret_of_an_error_leaves_the_process(broker, request, tmp_path, monkeypatch):
+    orders = named(broker, request, tmp_path, monkeypatch)
+    url = os.environ[f"ERGON_QUEUES__{orders.name.upper()}__URL"]
+    if broker == "postgres":
+        monkeypatch.setenv("ERGON_POSTGRES__DSN", url)
+        monkeypatch.setenv("ERGON_RUN__JOURNAL__ON", "true")
+    program = f"app_{orders.name}"
+    shutil.copy(FORMS_FILE, tmp_path / f"forms_of_{program}.py")
+    (tmp_path / f"{program}.py").write_text(
+        APP.replace("NAME", orders.name).replace("forms import", f"forms_of_{program} import")
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    orders.open()
+    sent = [
+        Transaction(f"{way}-{number}", {"form": form, "way": way})
+        for number, form in enumerate(FORMS)
+        for way in ("dead", "wait")
+    ]
+    orders.dispatch(sent)
+    orders.close()
+
+    shown = {"run": run(f"{program}:charge", "--once")}
+    # RabbitMQ hands out what was put aside, so the server is looked at last.
+    shown["dlq list"] = ergon("dlq", "list", f"{program}:orders", "--limit", "1000")
+    shown["dlq list --json"] = ergon("dlq", "list", f"{program}:orders", "--limit", "1000", "--json")
+    shown["dlq show"] = ergon("dlq", "show", f"{program}:orders", "dead-0")
+    shown["why"] = ergon("why", "dead-1", "--queue", f"{program}:orders")
+    shown["why of one that waits"] = ergon("why", "wait-2", "--queue", f"{program}:orders")
+    shown["doctor"] = ergon("doctor")
+    stored = READERS[broker](url, orders.name)
+
+    assert shown["run"][0] == Exit.OK
+    assert len([line for line in shown["dlq list --json"][1].splitlines() if '"dead-' in line]) == len(FORMS)
+    # What is looked at is there: both kinds, with their errors.
+    assert all(word in stored for word in ("dead-0", "wait-0", "could not connect", "no refund"))
+    assert "transaction failed" in shown["run"][1]
+    assert "dead-0" in shown["dlq show"][1]
+    assert "dead-1" in shown["why"][1]
+    assert {where: list_shown(text) for where, (_, text) in shown.items() if list_shown(text)} == {}
+    assert list_shown(stored) == []
+
+
+@pytest.mark.spec("SEC-01", "SEC-02")
+def test_no_secret_of_a_payload_or_a_header_is_shown(request, tmp_path, monkeypatch):
+    orders = named("postgres", request, tmp_path, monkeypatch)
+    monkeypatch.setenv("ERGON_POSTGRES__DSN", os.environ[f"ERGON_QUEUES__{orders.name.upper()}__URL"])
+    monkeypatch.setenv("ERGON_RUN__JOURNAL__ON", "true")
+    program = f"app_{orders.name}"
+    shutil.copy(FORMS_FILE, tmp_path / f"forms_of_{program}.py")
+    (tmp_path / f"{program}.py").write_text(
+        APP.replace("NAME", orders.name).replace("forms import", f"forms_of_{program} import")
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    orders.open()
+    for number, (form, (note, value)) in enumerate(FORMS.items()):
+        sent = [
+            Transaction(
+                f"{way}-{number}",
+                {"form": form, "way": way, "note": note},
+                headers={"authorization": f"Bearer {value}"},
+            )
+            for way in ("key", "validation")
+        ]
+        orders.dispatch(sent)
+    orders.close()
+    shown = {
+        "run": run(f"{program}:charge", "--once", "--log-level", "debug"),
+        "dlq list": ergon("dlq", "list", f"{program}:orders", "--limit", "1000"),
+        "dlq list --json": ergon("dlq", "list", f"{program}:orders", "--limit", "1000", "--json"),
+        "dlq show": ergon("dlq", "show", f"{program}:orders", "key-0"),
+        "why": ergon("why", "validation-1"),
+    }
+    assert shown["run"][0] == Exit.OK
+    assert "int_parsing" in shown["why"][1]
+    assert "KeyError" in shown["dlq list"][1]
+    assert {where: list_shown(text) for where, (_, text) in shown.items() if list_shown(text)} == {}
+    with psycopg.connect(os.environ["ERGON_POSTGRES__DSN"]) as connection:
+        failures = connection.execute("select failure from ergon.dead_letter").fetchall()
+    assert len(failures) == 2 * len(FORMS)
+    assert list_shown(str(failures)) == []
+
+
+OWN_RULES = """
+from ergon_framework import ConsumerPolicy, MemoryConnector, Transaction, consumer
+
+orders = MemoryConnector("orders")
+orders.dispatch([Transaction("one", {})])
+
+
+@consumer(orders, policy=ConsumerPolicy.load({"steps": {"process": {"retry": {"max_attempts": 1}}}}))
+def charge(payload):
+    raise RuntimeError("customerPin=1234 of EMP-0042")
+"""
+
+
+@pytest.mark.spec("SEC-02")
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_rules_of_the_settings_hold_in_every_process(processes, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "app.py").write_text(OWN_RULES)
+    (tmp_path / "ergon.toml").write_text('[telemetry]\nredact_names = ["customer_pin"]\n')
+    monkeypatch.setenv("ERGON_TELEMETRY__REDACT_PATTERNS", r'["EMP-\\d{4}"]')
+    _, text = run("app:charge", "--once", "--processes", processes)
+    assert "customerPin=[hidden] of [hidden]" in text
+    assert "1234" not in text
+    assert "EMP-0042" not in text
+
+
+@pytest.mark.spec("SEC-02")
+def test_an_invalid_pattern_is_an_error_of_the_configuration(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "app.py").write_text(OWN_RULES)
+    (tmp_path / "ergon.toml").write_text('[telemetry]\nredact_patterns = ["EMP-("]\n')
+    code, text = run("app:charge", "--once")
+    assert code == Exit.USAGE
+    assert "ergon.toml: telemetry.redact_patterns: the pattern 'EMP-(' is no regular expression" in text
+
+
+FORGED = "x\x1b]0;pwned\x07\x1b[2J\n2026-11-18 05:44:16,513 WARNING login ok user=admin\r\u2028time=2026 level=error"
+
+FORGING = f"""
+from ergon_framework import ConsumerPolicy, MemoryConnector, Transaction, consumer
+
+orders = MemoryConnector("orders")
+orders.dispatch([Transaction({"one" + FORGED!r}, {{"text": {FORGED!r}}})])
+
+
+@consumer(orders, policy=ConsumerPolicy.load({{"steps": {{"process": {{"retry": {{"max_attempts": 1}}}}}}}}))
+def charge(payload):
+    raise RuntimeError(payload["text"])
+"""
+
+
+@pytest.mark.spec("SEC-04")
+@pytest.mark.parametrize("words", [(), ("--json",), ("--processes", "2")])
+def test_text_of_an_error_starts_no_line_of_its_own(words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "app.py").write_text(FORGING)
+    _, text = run("app:charge", "--once", *words)
+    assert "login ok" in text
+    lines = text.splitlines()
+    assert [line for line in lines if not all(letter.isprintable() for letter in line)] == []
+    # In a log, in a traceback and in the summary the text stands behind what Ergon writes.
+    assert [line for line in lines if line.strip().startswith(("2026-11-18", "time=2026 level"))] == []
+
+
+DOCTORED = {
+    "redis": "redis://:{}@127.0.0.1:1/0",
+    "amqp": "amqp://app:{}@127.0.0.1:1/",
+    "nats": "nats://app:{}@127.0.0.1:1",
+    "postgresql": "postgresql://app:{}@127.0.0.1:1/q",
+}
+
+
+@pytest.mark.spec("SEC-03")
+@pytest.mark.parametrize("password", ["Sec@ret99", "Sec/ret99", "Sec:ret99#?x"])
+def test_doctor_shows_no_part_of_a_password(password, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, address in DOCTORED.items():
+        monkeypatch.setenv(f"ERGON_QUEUES__{name.upper()}__URL", address.format(password))
+    monkeypatch.setenv("ERGON_POSTGRES__DSN", DOCTORED["postgresql"].format(password))
+    for words in ((), ("--json",)):
+        code, text = ergon("doctor", "--timeout", "10", *words)
+        assert code == 1
+        assert all(f"{name}://[hidden]@127.0.0.1:1" in text for name in DOCTORED)
+        assert "ret99" not in text
+        assert "Sec" not in text
