@@ -1,6 +1,6 @@
-"""An executor that attacks its orchestrator; started by executor_process.py: hostile.py SEED FOLDER.
+"""An executor that attacks its orchestrator; started by executor_process.py: hostile.py SEED MARK.
 
-It leaves a file in FOLDER for each job that it was sent, with its own process id in it.
+Each answer that it forges has its own process id in it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 from tests.fuzz.grammar import OUTCOME, RAW, mutated
 
@@ -22,9 +21,8 @@ NUMBERS = (b"9" * 5000, b"1e400", b"-0", b"-1", b"1e308", b"NaN", b"1" + b"0" * 
 
 
 class Hostile:
-    def __init__(self, seed: int, folder: Path) -> None:
+    def __init__(self, seed: int) -> None:
         self._dice = random.Random(seed)
-        self._folder = folder
         self._attacks = [
             *(self._noise, self._mutations, self._blank_lines, self._too_long, self._partial, self._leave, self._forge),
             *(self._twice, self._deep, self._large, self._deafen, self._shout, self._die, self._slow, self._ignore),
@@ -40,7 +38,6 @@ class Hostile:
                     self._dice.choice((self._noise, self._partial, self._leave, self._twice, self._die))(job)
                 self._say({"job_id": job, "status": "error", "error_type": "handler_not_found"})
                 continue
-            (self._folder / job).write_text(str(os.getpid()), encoding="ascii")
             if self._dice.random() < 0.7:
                 self._dice.choice(self._attacks)(job)
             self._say(self._honest(job))
@@ -153,4 +150,4 @@ class Hostile:
 
 
 if __name__ == "__main__":
-    Hostile(int(sys.argv[1]) + os.getpid(), Path(sys.argv[2])).serve()
+    Hostile(int(sys.argv[1]) + os.getpid()).serve()
