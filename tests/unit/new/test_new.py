@@ -179,11 +179,22 @@ def faults(kind, document):
 @every
 def test_every_manifest_is_what_its_schema_says(broker):
     found = documents(project(broker))
-    wanted = {"compose", "configmap", "service", "deployment", "scaledobject"} | (
+    wanted = {"compose", "configmap", "service", "networkpolicy", "deployment", "scaledobject"} | (
         {"job"} if broker == "postgres" else set()
     )
     assert set(found) == wanted
     assert {kind: faults(kind, document) for kind, document in found.items()} == {kind: [] for kind in found}
+
+
+@every
+@pytest.mark.spec("SEC-09")
+def test_the_probes_of_a_new_project_are_open_to_the_monitoring_only(broker):
+    found = documents(project(broker))
+    policy, pod = found["networkpolicy"]["spec"], found["deployment"]["spec"]["template"]
+    assert policy["podSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+    (rule,) = policy["ingress"]
+    (port,) = pod["spec"]["containers"][0]["ports"]
+    assert rule["ports"] == [{"port": port["name"]}]
 
 
 @pytest.mark.parametrize(
@@ -195,6 +206,8 @@ def test_every_manifest_is_what_its_schema_says(broker):
         ("deployment", ("spec", "template", "spec", "containers", 0, "image"), "shop:latest"),
         ("deployment", ("metadata", "name"), "my_shop"),
         ("service", ("spec", "type"), "LoadBalancer"),
+        ("networkpolicy", ("spec", "ingress"), []),
+        ("networkpolicy", ("spec", "ingress", 0, "from"), []),
         ("configmap", ("data", "ERGON_RUN__PROBES__PORT"), 8080),
         ("scaledobject", ("spec", "triggers", 0, "metadata", "threshold"), 100),
         ("scaledobject", ("spec", "minReplicaCount"), 0),

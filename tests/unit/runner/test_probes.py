@@ -4,7 +4,9 @@ import http.client
 import json
 import socket
 import sys
+import threading
 import time
+from contextlib import suppress
 
 import pytest
 
@@ -71,26 +73,89 @@ def test_without_the_library_metrics_say_what_to_install(monkeypatch):
 def test_a_request_that_is_too_long_is_refused():
     with probed(ProbeSettings(port=0), lambda: GOOD) as port:
         assert asked(port, "/" + "x" * 70_000)[0] == 414
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as many:
+            many.sendall(b"GET /live HTTP/1.1\r\n" + b"a: b\r\n" * 101)
+            assert many.recv(100).startswith(b"HTTP/1.0 414")
 
 
 def test_a_caller_that_says_nothing_is_left_and_keeps_nobody_else(monkeypatch):
-    monkeypatch.setattr(probes, "PATIENCE", 0.2)
+    monkeypatch.setattr(probes, "TIME_LIMIT", 0.2)
     with probed(ProbeSettings(port=0), lambda: GOOD) as port, socket.create_connection(("127.0.0.1", port)) as silent:
         assert asked(port, "/live")[0] == 200
         silent.settimeout(10)
         assert silent.recv(100) == b""
 
 
-def test_more_callers_than_there_can_be_are_turned_away(monkeypatch):
-    monkeypatch.setattr(probes, "CALLERS", 1)
+@pytest.mark.spec("SEC-09")
+def test_a_caller_that_sends_slowly_is_left_too(monkeypatch):
+    monkeypatch.setattr(probes, "TIME_LIMIT", 0.3)
+    with probed(ProbeSettings(port=0), lambda: GOOD) as port, socket.create_connection(("127.0.0.1", port)) as slow:
+        slow.settimeout(0.05)
+        began = time.monotonic()
+        while time.monotonic() - began < 10:
+            try:
+                slow.sendall(b"x")
+                assert slow.recv(100) == b""
+            except TimeoutError:
+                continue
+            except ConnectionError:
+                pass
+            break
+        assert time.monotonic() - began < 10
+
+
+@pytest.mark.spec("SEC-09")
+@pytest.mark.parametrize("callers", [64, 600])
+def test_slow_callers_delay_no_probe(callers):
+    slow = []
+    try:
+        with probed(ProbeSettings(port=0), lambda: GOOD) as port:
+            for _ in range(callers):
+                slow.append(socket.create_connection(("127.0.0.1", port), timeout=10))
+                slow[-1].sendall(b"GET /live HT")
+            # All of the slow ones are within their time, or have lost their place to a newer one.
+            began = time.monotonic()
+            assert [asked(port, "/live")[0] for _ in range(20)] == [200] * 20
+            assert time.monotonic() - began < 2
+    finally:
+        for each in slow:
+            each.close()
+
+
+@pytest.mark.spec("SEC-09")
+def test_metrics_that_take_long_delay_no_probe():
+    began, over = threading.Event(), threading.Event()
+
+    def read():
+        began.set()
+        over.wait(20)
+        return {}
+
+    with probed(ProbeSettings(port=0), lambda: GOOD, read) as port:
+        with socket.create_connection(("127.0.0.1", port)) as waiting:
+            waiting.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+            assert began.wait(10)
+            assert asked(port, "/live")[0] == 200
+        over.set()
+        assert asked(port, "/metrics")[0] == 200
+
+
+def test_metrics_that_cannot_be_read_are_not_answered():
+    with probed(ProbeSettings(port=0), lambda: GOOD, lambda: 1 / 0) as port:
+        for _ in range(2):
+            with pytest.raises((http.client.HTTPException, ConnectionError)):
+                asked(port, "/metrics")
+        assert asked(port, "/live")[0] == 200
+
+
+def test_more_callers_than_there_can_be_take_the_place_of_the_oldest(monkeypatch):
+    monkeypatch.setattr(probes, "PLACES", 1)
     with probed(ProbeSettings(port=0), lambda: GOOD) as port, socket.create_connection(("127.0.0.1", port)) as first:
         first.sendall(b"GET /live")
-        with socket.create_connection(("127.0.0.1", port)) as second:
-            second.settimeout(10)
-            assert second.recv(100) == b""
-        first.sendall(b" HTTP/1.0\r\n\r\n")
+        assert asked(port, "/live")[0] == 200
         first.settimeout(10)
-        assert first.recv(100).startswith(b"HTTP/1.0 200")
+        with suppress(ConnectionError):
+            assert first.recv(100) == b""
 
 
 def test_a_check_that_fails_answers_nobody_and_ends_nothing():
