@@ -49,7 +49,7 @@ def test_a_zone_appends_as_itself_and_its_peer_reads(zones):
 @pytest.mark.parametrize("who", ["stranger_files", "peer_files", "operator_files"])
 def test_nobody_appends_as_another_zone(zones, who):
     client = zones.client(getattr(zones, who))
-    with pytest.raises(AccessDenied, match="appended by that zone only"):
+    with pytest.raises(AccessDenied, match="appended by 'Plant A' only"):
         client.append_fact(*fact())
     # One honest fact in front makes the call no better, and nothing of it is kept.
     with pytest.raises(AccessDenied):

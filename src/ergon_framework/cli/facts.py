@@ -118,6 +118,26 @@ def serve(
     crl: Annotated[
         Path | None, typer.Option(metavar="FILE", help="CRLs of the authorities in --tls-ca, as PEM or DER.")
     ] = None,
+    max_connections: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Connections at once, of all callers. Default: 4000.")
+    ] = None,
+    handshake_timeout: Annotated[
+        float | None, typer.Option(parser=lasting, metavar="TIME", help="How long a handshake may take. Default: 5s.")
+    ] = None,
+    max_calls: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Calls at once, of all callers. Default: 1000.")
+    ] = None,
+    max_caller_calls: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Calls at once of one identity. Default: 200.")
+    ] = None,
+    max_caller_streams: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Streams at once of one identity. Default: 100.")
+    ] = None,
+    max_caller_bytes: Annotated[
+        int | None,
+        typer.Option(parser=size, metavar="SIZE", help="Bytes of requests in flight of one identity. Default: 64MiB."),
+    ] = None,
+    compression: Annotated[bool, typer.Option("--compression", help="Accept compressed messages of callers.")] = False,
     grace: Annotated[
         float, typer.Option(parser=lasting, metavar="TIME", help="How long calls may go on after SIGTERM.")
     ] = "10s",  # type: ignore[assignment]  # the parser is given it as it is written
@@ -143,6 +163,15 @@ def serve(
 
     Example: ergon facts serve --zone "Plant A" --listen 0.0.0.0:7443 --contents /var/lib/ergon
     """
+    limits: dict[str, int | float | bool | None] = {
+        "connections": max_connections,
+        "handshake": handshake_timeout,
+        "calls": max_calls,
+        "calls_per_identity": max_caller_calls,
+        "streams_per_identity": max_caller_streams,
+        "bytes_per_identity": max_caller_bytes,
+        "compression": compression,
+    }
     order = serving.Order(
         zones=tuple(zone),
         listen=listen,
@@ -164,6 +193,7 @@ def serve(
         keep_uploads=keep_uploads,
         retention=None if keep is None else RetentionPolicy(keep=keep, interval=prune_every),
         probe_port=probe_port,
+        limits={name: value for name, value in limits.items() if value is not None},
     )
     raise typer.Exit(serving.served(order))
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import importlib
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from threading import Event
@@ -73,6 +73,8 @@ class Order:
     retention: RetentionPolicy | None = None
     #: None leaves it to the configuration.
     probe_port: int | None = None
+    #: Fields of the service's Limits that are not as by default.
+    limits: Mapping[str, int | float | bool] = field(default_factory=dict)
 
 
 def served(order: Order) -> ServeExit:
@@ -112,7 +114,7 @@ async def _serve(order: Order, probes: ProbeSettings) -> None:
             listen=order.listen,
             revoked=order.revoked,
             crl=order.crl,
-            limits=servers.Limits(readers=order.max_readers, uploads=order.max_uploads),
+            limits=servers.Limits(readers=order.max_readers, uploads=order.max_uploads, **order.limits),
         )
         with ExitStack() as beside:
             serving = Event()

@@ -520,6 +520,7 @@ class Event:
     PRUNED: Final = "facts pruned"
     PRUNING_FAILED: Final = "pruning failed"
     ACCESS_DENIED: Final = "access denied"
+    LIMIT_REACHED: Final = "limit reached"
     CALL_FAILED: Final = "facts call failed"
     CERTIFICATES_UNREADABLE: Final = "certificates unreadable"
     REVOCATION_WEAK: Final = "revocation list weak"
@@ -592,6 +593,7 @@ class Field:
     ROOM: Final = "room"
     USED: Final = "used"
     LIMIT: Final = "limit"
+    COUNT: Final = "count"
     LOADED: Final = "loaded"
     IGNORED: Final = "ignored"
 

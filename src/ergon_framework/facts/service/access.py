@@ -25,10 +25,17 @@ class Access:
         self._own = frozenset(zones)
         self._max_readers = max_readers
 
+    def append_any(self, who: Identity) -> None:
+        """Whether *who* may append at all; it is asked before a request is received."""
+        if not who.zones & self._own:
+            raise AccessDenied(f"facts are appended by {self._owners} only, and this is {who.name}")
+
     def append(self, who: Identity, zones: Iterable[str]) -> None:
         """Whether *who* may append as all of these zones."""
         for zone in zones:
             if zone not in who.zones:
+                # It came from outside, and is repeated below: no more of it than a zone can be.
+                check_zone("from_zone", zone)
                 raise AccessDenied(f"facts from {zone!r} are appended by that zone only, and this is {who.name}")
             if zone not in self._own:
                 raise AccessDenied(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ergon_framework.facts.service.files import TlsFiles
-from ergon_framework.facts.service.server import METADATA
+from ergon_framework.facts.service.limits import METADATA
 
 #: Bytes of the largest answer: facts come in 4 MiB at most, and a survey of many zones may be larger.
 ANSWER: Final = 64 * 1024 * 1024

@@ -3,58 +3,120 @@
 from __future__ import annotations
 
 import logging
+import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
 
 import grpc
 
 from ergon_framework.errors import ConnectionLost, text
 from ergon_framework.facts import observe
-from ergon_framework.facts.errors import AccessDenied, FactError, ServiceFailed
+from ergon_framework.facts.errors import AccessDenied, FactError, LimitExceeded, ServiceFailed
 from ergon_framework.facts.service import faults
 from ergon_framework.telemetry import logs
 from ergon_framework.telemetry.names import LIBRARY, Event, Field
 
 log: Final = logging.getLogger(f"{LIBRARY}.facts.service")
+#: Seconds between two lines about the same kind of refusal, and how many kinds are told apart at once.
+INTERVAL_SECONDS: Final = 60.0
+MAX_KINDS: Final = 100
 
 
-@asynccontextmanager
-async def told(
-    method: str, context: Any, *, first: Callable[[FactError], Awaitable[None]] | None = None
-) -> AsyncIterator[None]:
-    """End the call of *method* with a status if it fails; counted, and logged where somebody has to look at it.
+class Refusals:
+    """Ends calls that fail, and logs refusals: the first of a kind at once, repeated ones as a count.
 
-    Before a refusal ends the call, *first* is awaited.
+    A kind is what was refused, to which address and why. For one event loop.
     """
-    try:
-        yield
-    except FactError as error:
-        if isinstance(error, AccessDenied):
-            fields = {Field.OPERATION: method, Field.REASON: text(error), Field.SOURCE: context.peer()}
-            logs.say(logging.WARNING, Event.ACCESS_DENIED, fields, to=log)
-        await _end(method, context, faults.status(error), error, first=first)
-    except ConnectionLost as error:
-        await _end(method, context, grpc.StatusCode.UNAVAILABLE, error)
-    except TimeoutError:
-        late = ConnectionLost(f"{method} took longer than the service allows; ask again")
-        await _end(method, context, grpc.StatusCode.DEADLINE_EXCEEDED, late)
-    except grpc.aio.UsageError:
-        # The connection is gone, and nobody is left to be told.
-        observe.called(method, "left")
-        raise
-    except Exception as error:  # noqa: BLE001 - a defect of ours or of the store; the line must not learn what it is
-        reference = uuid.uuid4().hex[:12]
-        fields = {Field.OPERATION: method, Field.CODE: reference, Field.ERROR_TYPE: _place(error)}
-        logs.say(logging.ERROR, Event.CALL_FAILED, fields, to=log)
-        failed = ServiceFailed(f"{method} failed in the service; its log says more under {reference}")
-        await _end(method, context, grpc.StatusCode.INTERNAL, failed)
-    except BaseException:
-        observe.called(method, "left")
-        raise
-    else:
-        observe.called(method, "answered")
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._kinds: dict[_Kind, _Repeated] = {}
+
+    def note(self, event: str, method: str, reason: str, peer: str) -> None:
+        """Log a refusal, or count it."""
+        kind = _Kind(event, method, reason, peer.rpartition(":")[0])
+        if kind not in self._kinds and len(self._kinds) >= MAX_KINDS:
+            kind = _Kind(event, None, "further kinds of refusals are not told apart", None)
+        known = self._kinds.get(kind)
+        if known is None:
+            self._kinds[kind] = _Repeated(self._clock() + INTERVAL_SECONDS)
+            kind.log(None)
+        else:
+            known.count += 1
+
+    def report(self, *, everything: bool = False) -> None:
+        """Log the counts that are due; *everything* at the end of the service."""
+        now = self._clock()
+        for kind, repeated in list(self._kinds.items()):
+            if everything or now >= repeated.due:
+                if repeated.count:
+                    kind.log(repeated.count)
+                    self._kinds[kind] = _Repeated(now + INTERVAL_SECONDS)
+                else:
+                    del self._kinds[kind]
+
+    @asynccontextmanager
+    async def told(
+        self, method: str, context: Any, *, first: Callable[[FactError], Awaitable[None]] | None = None
+    ) -> AsyncIterator[None]:
+        """End the call of *method* with a status if it fails; counted, and logged where somebody has to look at it.
+
+        Before a refusal ends the call, *first* is awaited.
+        """
+        try:
+            yield
+        except FactError as error:
+            if isinstance(error, AccessDenied | LimitExceeded):
+                event = Event.ACCESS_DENIED if isinstance(error, AccessDenied) else Event.LIMIT_REACHED
+                self.note(event, method, text(error), context.peer())
+            await _end(method, context, faults.status(error), error, first=first)
+        except ConnectionLost as error:
+            await _end(method, context, grpc.StatusCode.UNAVAILABLE, error)
+        except TimeoutError:
+            late = ConnectionLost(f"{method} took longer than the service allows; ask again")
+            await _end(method, context, grpc.StatusCode.DEADLINE_EXCEEDED, late)
+        except grpc.aio.UsageError:
+            # The connection is gone, and nobody is left to be told.
+            observe.called(method, "left")
+            raise
+        except Exception as error:  # noqa: BLE001 - a defect of ours or of the store; the line must not learn what it is
+            reference = uuid.uuid4().hex[:12]
+            fields = {Field.OPERATION: method, Field.CODE: reference, Field.ERROR_TYPE: _place(error)}
+            logs.say(logging.ERROR, Event.CALL_FAILED, fields, to=log)
+            failed = ServiceFailed(f"{method} failed in the service; its log says more under {reference}")
+            await _end(method, context, grpc.StatusCode.INTERNAL, failed)
+        except BaseException:
+            observe.called(method, "left")
+            raise
+        else:
+            observe.called(method, "answered")
+
+
+class _Kind(NamedTuple):
+    event: str
+    method: str | None
+    reason: str
+    address: str | None
+
+    def log(self, count: int | None) -> None:
+        fields = {
+            Field.OPERATION: self.method,
+            Field.REASON: self.reason,
+            Field.SOURCE: self.address,
+            Field.COUNT: count,
+        }
+        logs.say(logging.WARNING, self.event, fields, to=log)
+
+
+@dataclass(slots=True)
+class _Repeated:
+    """How often a kind was refused since it was last logged, and when that is logged."""
+
+    due: float
+    count: int = 0
 
 
 async def _end(method: str, context: Any, status: grpc.StatusCode, error: Any, *, first: Any = None) -> None:

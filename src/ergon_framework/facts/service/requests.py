@@ -5,8 +5,8 @@ It knows no connection and no store, so that a fuzzer can be let loose on it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final, NamedTuple, TypeVar
+from collections.abc import Callable, Collection, Sequence
+from typing import Final, NamedTuple, TypeAlias, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
@@ -29,10 +29,13 @@ from ergon_framework.facts.service.messages import read_appending, read_cursor, 
 #: The most facts in one call, and the most bytes in one message; each single fact that the model allows fits.
 FACTS: Final = 1_000
 MESSAGE: Final = 4 * 1024 * 1024
+#: The most bytes of a request that brings neither facts nor bytes of an artifact.
+PLAIN: Final = 64 * 1024
 #: The longest name of somebody on whose behalf an operator acts.
 BY: Final = 256
 
 M = TypeVar("M", bound=Message)
+CheckZones: TypeAlias = Callable[[Collection[str]], None]
 
 
 class Fetch(NamedTuple):
@@ -54,10 +57,10 @@ class Put(NamedTuple):
     zone: str
 
 
-def parse(kind: type[M], data: bytes) -> M:
-    """The message that *data* is."""
-    if len(data) > MESSAGE:
-        raise InvalidFactError(f"a request has at most {MESSAGE:,} bytes, and this one has {len(data):,}")
+def parse(kind: type[M], data: bytes, limit: int = PLAIN) -> M:
+    """The message that *data* is, of at most *limit* bytes."""
+    if len(data) > limit:
+        raise InvalidFactError(f"a {kind.__name__} has at most {limit:,} bytes, and this one has {len(data):,}")
     try:
         message: M = kind.FromString(data)
     except DecodeError as error:
@@ -65,17 +68,26 @@ def parse(kind: type[M], data: bytes) -> M:
     return message
 
 
-def append_fact(data: bytes) -> Appending:
-    return read_appending(parse(wire.Appending, data))
+def _any_zone(zones: Collection[str]) -> None:
+    """Let all of *zones* append."""
 
 
-def append_facts(data: bytes) -> Sequence[Appending | InvalidFactError]:
-    """One that is malformed is an error of its own, and its neighbours are not."""
-    facts = parse(wire.AppendFactsRequest, data).facts
+def append_fact(data: bytes, check_zones: CheckZones = _any_zone) -> Appending:
+    """*check_zones* is called with the zones in whose name it is appended, before what takes long."""
+    message = parse(wire.Appending, data, MESSAGE)
+    check_zones({message.envelope.from_zone} - {""})
+    return read_appending(message)
+
+
+def append_facts(data: bytes, check_zones: CheckZones = _any_zone) -> Sequence[Appending | InvalidFactError]:
+    """One that is malformed is an error of its own, and its neighbours are not; *check_zones* as above."""
+    facts = parse(wire.AppendFactsRequest, data, MESSAGE).facts
     if len(facts.message_ids) > FACTS:
         raise InvalidFactError(
             f"one call appends at most {FACTS:,} facts, and this one brings {len(facts.message_ids):,}"
         )
+    # An empty name is no zone; reading the facts says so.
+    check_zones(set(facts.from_zones) - {""})
     return read_facts(facts)
 
 
@@ -137,7 +149,7 @@ def received(data: bytes) -> Put:
 
 def put_part(data: bytes) -> Put | bytes | int:
     """One message of an upload: its header, a piece, or how many bytes its pieces had."""
-    request = parse(wire.PutObjectRequest, data)
+    request = parse(wire.PutObjectRequest, data, MESSAGE)
     part = request.WhichOneof("part")
     if part == "header":
         header = request.header

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, suppress
-from typing import Any, Final
+from contextlib import ExitStack, aclosing, suppress
+from functools import partial
+from typing import Any, Final, TypeVar
 
 import grpc
 from google.protobuf.message import Message
@@ -15,13 +16,18 @@ from ergon_framework.errors import ConnectionLost
 from ergon_framework.facts.boundary import AsyncBoundary, KnownObject
 from ergon_framework.facts.errors import AccessDenied, ArtifactUnknown, FactError, InvalidFactError
 from ergon_framework.facts.model import ObjectName
-from ergon_framework.facts.service import batches, faults, identity, messages, refusals, requests
+from ergon_framework.facts.service import batches, faults, identity, messages, requests
 from ergon_framework.facts.service import boundary_pb2 as wire
 from ergon_framework.facts.service.access import Access
+from ergon_framework.facts.service.admission import Admission
 from ergon_framework.facts.service.fetching import fetched
 from ergon_framework.facts.service.identity import Identity
+from ergon_framework.facts.service.limits import Limits
+from ergon_framework.facts.service.refusals import Refusals
 from ergon_framework.facts.service.revoked import Revoked
-from ergon_framework.facts.service.uploads import MAX_UPLOADS, UploadSlots
+from ergon_framework.facts.service.uploads import UploadSlots
+
+T = TypeVar("T")
 
 NAME: Final = "ergon.facts.v1.Boundary"
 #: The largest piece of an artifact in one message.
@@ -30,10 +36,12 @@ PIECE: Final = 1024 * 1024
 LINGER: Final = 5.0
 #: Seconds after which somebody who only listens is looked at again.
 LOOK: Final = 1.0
+#: The largest request, in bytes, that is read and hashed on the event loop; it takes a few milliseconds at most.
+MAX_ON_LOOP: Final = 4 * 1024
 
 
 class BoundaryService:
-    """A store as others may use it; *patience* is how many seconds a call may take, or a stream may stand still."""
+    """A store as others may use it, within *limits*."""
 
     def __init__(
         self,
@@ -41,16 +49,18 @@ class BoundaryService:
         access: Access,
         revoked: Revoked,
         *,
-        patience: float = 30.0,
-        max_uploads: int = MAX_UPLOADS,
+        limits: Limits | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
+        limits = limits or Limits()
         self._store = store
         self._access = access
         self._revoked = revoked
-        self._patience = patience
+        self._patience = limits.patience
         self._clock = clock
-        self._upload_slots = UploadSlots(max_uploads)
+        self._upload_slots = UploadSlots(limits.uploads)
+        self.admission = Admission(limits)
+        self.refusals = Refusals()
         self._leaving = False
         self._bells: set[asyncio.Event] = set()
 
@@ -60,6 +70,11 @@ class BoundaryService:
         for bell in self._bells:
             bell.set()
 
+    def close(self) -> None:
+        """End the threads, and log the refusals that were only counted."""
+        self.admission.close()
+        self.refusals.report(everything=True)
+
     # -- facts ----------------------------------------------------------------------------------------
 
     async def _describe(self, who: Identity, data: bytes) -> Message:  # noqa: ARG002 - everybody with a name may
@@ -67,17 +82,23 @@ class BoundaryService:
         return messages.write_description(self._store.epoch, self._store.capabilities)
 
     async def _append_fact(self, who: Identity, data: bytes) -> Message:
-        envelope, fact = requests.append_fact(data)
-        self._access.append(who, [envelope.from_zone])
+        envelope, fact = await self._read(who, data, requests.append_fact)
         return messages.write_confirmation(await self._store.append_fact_async(envelope, fact))
 
     async def _append_facts(self, who: Identity, data: bytes) -> Message:
-        given = requests.append_facts(data)
+        given = await self._read(who, data, requests.append_facts)
         sound = [each for each in given if not isinstance(each, FactError)]
-        self._access.append(who, {envelope.from_zone for envelope, _ in sound})
         stored = iter(await self._store.append_facts_async(sound) if sound else ())
         results = [each if isinstance(each, FactError) else next(stored) for each in given]
         return batches.write_answer(results)
+
+    async def _read(self, who: Identity, data: bytes, read: Callable[[bytes, requests.CheckZones], T]) -> T:
+        """Read facts, whose zones are compared with the rights of *who* before they are brought into canonical form."""
+
+        def work() -> T:
+            return read(data, partial(self._access.append, who))
+
+        return work() if len(data) <= MAX_ON_LOOP else await self.admission.run(who, work)
 
     async def _get_fact(self, who: Identity, data: bytes) -> Message:
         from_zone, message_id = requests.get_fact(data)
@@ -94,7 +115,8 @@ class BoundaryService:
         if not self._access.concerns(fetch.pair) and await self._store.end_of_async(fetch.pair) is None:
             raise self._access.unknown(fetch.pair)
         most = self._access.max_readers(fetch.pair, fetch.reader)
-        return batches.write_fetched(await fetched(self._store, fetch, max_readers=most))
+        async with self.admission.fetching(who):
+            return batches.write_fetched(await fetched(self._store, fetch, max_readers=most))
 
     async def _confirm_receipt(self, who: Identity, data: bytes) -> Message:
         reader, pair, cursor = requests.confirm_receipt(data)
@@ -145,7 +167,7 @@ class BoundaryService:
             while True:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(bell.wait(), LOOK)
-                self._admit(who)
+                self.admit(who)
                 if self._leaving:
                     raise ConnectionLost("the service is being stopped; listen to another one, or again later")
                 if bell.is_set():
@@ -175,7 +197,7 @@ class BoundaryService:
         size = 0
         while True:
             part = requests.put_part(await self._next(incoming))
-            self._admit(who)
+            self.admit(who)
             if isinstance(part, bytes):
                 size += len(part)
                 yield part
@@ -210,7 +232,7 @@ class BoundaryService:
         async with aclosing(stream):
             async for piece in stream:
                 for start in range(0, len(piece), PIECE):
-                    self._admit(who)
+                    self.admit(who)
                     await self._write(context, wire.GetObjectAnswer(piece=piece[start : start + PIECE]))
 
     async def _known_object(self, who: Identity, name: ObjectName) -> KnownObject | None:
@@ -237,7 +259,11 @@ class BoundaryService:
     # -- around it ------------------------------------------------------------------------------------
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """All calls, for a server. They are given bytes: what is malformed is to be told, not to be logged."""
+        """All calls, for a server. They are given bytes: what is malformed is to be told, not to be logged.
+
+        All of them are registered as taking a stream, also those that take one request: so the caller is known, and
+        refused, before anything of a request is received. On the wire there is no difference.
+        """
         unary = {
             "Describe": self._describe,
             "AppendFact": self._append_fact,
@@ -252,55 +278,86 @@ class BoundaryService:
             "Survey": self._survey,
             "Received": self._received,
         }
+        # What is asked of the caller's rights before the request is known.
+        first: dict[str, Callable[[Identity], object]] = {
+            "AppendFact": self._access.append_any,
+            "AppendFacts": self._access.append_any,
+            "RetireReader": self._access.operate,
+            "Received": self._access.put,
+        }
         streams = {"Watch": self._watch, "GetObject": self._get_object}
         handlers = {
-            **{name: grpc.unary_unary_rpc_method_handler(self._unary(name, call)) for name, call in unary.items()},
-            **{name: grpc.unary_stream_rpc_method_handler(self._stream(name, call)) for name, call in streams.items()},
+            **{
+                name: grpc.stream_unary_rpc_method_handler(self._unary(name, call, first.get(name)))
+                for name, call in unary.items()
+            },
+            **{name: grpc.stream_stream_rpc_method_handler(self._stream(name, call)) for name, call in streams.items()},
             "PutObject": grpc.stream_stream_rpc_method_handler(self._upload),
         }
         return grpc.method_handlers_generic_handler(NAME, handlers)
 
-    def _unary(self, name: str, call: Callable[[Identity, bytes], Awaitable[Message]]) -> Any:
-        async def handle(data: bytes, context: Any) -> bytes:
-            async with refusals.told(name, context):
-                who = self._who(context)
-                async with asyncio.timeout(self._patience):
-                    return messages.written(await call(who, data))
+    def _unary(
+        self,
+        name: str,
+        call: Callable[[Identity, bytes], Awaitable[Message]],
+        first: Callable[[Identity], object] | None,
+    ) -> Any:
+        async def handle(incoming: AsyncIterator[bytes], context: Any) -> bytes:
+            async with self.refusals.told(name, context):
+                who = self.identify(context)
+                if first is not None:
+                    first(who)
+                with self.admission.admit(who, stream=False) as caller:
+                    async with asyncio.timeout(self._patience), caller.request(aiter(incoming)) as data:
+                        return messages.written(await call(who, data))
             raise AssertionError  # what was refused has ended the call
 
         return handle
 
     def _stream(self, name: str, call: Callable[[Identity, bytes, Any], Awaitable[None]]) -> Any:
-        async def handle(data: bytes, context: Any) -> None:
-            async with refusals.told(name, context):
-                await call(self._who(context), data, context)
+        async def handle(incoming: AsyncIterator[bytes], context: Any) -> None:
+            async with self.refusals.told(name, context):
+                who = self.identify(context)
+                with self.admission.admit(who, stream=True) as caller:
+                    async with asyncio.timeout(self._patience), caller.request(aiter(incoming)) as request:
+                        data = request
+                    await call(who, data, context)
 
         return handle
 
     async def _upload(self, incoming: AsyncIterator[bytes], context: Any) -> None:
         parts = aiter(incoming)
+        is_admitted = False
 
         async def hear_out(error: FactError) -> None:
+            if not is_admitted:
+                return
             await self._write(context, wire.PutObjectAnswer(fault=faults.write(error)))
             with suppress(TimeoutError):
                 async with asyncio.timeout(LINGER):
                     async for _ in parts:
                         pass
 
-        async with refusals.told("PutObject", context, first=hear_out):
-            stored = await self._put_object(self._who(context), parts)
-            await self._write(context, wire.PutObjectAnswer(stored=stored))
+        # Around the refusal: a sender that is heard out keeps its place among the streams of its identity.
+        with ExitStack() as admitted:
+            async with self.refusals.told("PutObject", context, first=hear_out):
+                who = self.identify(context)
+                admitted.enter_context(self.admission.admit(who, stream=True))
+                is_admitted = True
+                stored = await self._put_object(who, parts)
+                await self._write(context, wire.PutObjectAnswer(stored=stored))
 
-    def _who(self, context: Any) -> Identity:
+    def identify(self, context: Any) -> Identity:
         """Who calls; the handshake has checked the certificate, and what may have changed since is checked here."""
         found = context.auth_context().get("x509_pem_cert")
         if not found:
             raise AccessDenied("there is no certificate on this connection; mutual TLS is needed")
         who = identity.read(found[0])
-        self._admit(who)
+        self.admit(who)
         return who
 
-    def _admit(self, who: Identity) -> None:
+    def admit(self, who: Identity) -> None:
+        """Raise AccessDenied unless the certificate of *who* holds now and is not revoked."""
         who.check(self._clock())
         self._revoked.check(who)
 

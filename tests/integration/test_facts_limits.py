@@ -1,0 +1,305 @@
+"""What one caller can take from a facts service: not the places, the time or the memory of the others."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from contextlib import ExitStack
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from ergon_framework.facts.errors import LimitExceeded
+from ergon_framework.facts.service import boundary_pb2 as wire
+from ergon_framework.facts.service import faults
+from ergon_framework.facts.service.batches import write_facts
+from ergon_framework.facts.service.calls import SERVICE
+from ergon_framework.facts.service.server import Limits
+from tests.integration.facts_zones import OUT, Zones, fact
+from tests.servers.certificates import fingerprint
+
+MEBIBYTE = 1024 * 1024
+HEALTH = "/grpc.health.v1.Health/"
+END_OF = wire.EndOfRequest(pair=wire.Pair(from_zone=OUT.from_zone, to_zone=OUT.to_zone)).SerializeToString()
+
+
+@pytest.fixture(scope="module")
+def zones(tmp_path_factory):
+    made = Zones(tmp_path_factory.mktemp("zones"))
+    made.unnamed_files = made.host.authority.issue("unnamed")
+    yield made
+    made.close()
+
+
+@pytest.fixture(autouse=True)
+def _served(zones, request):
+    zones.store = request.node.name
+
+
+@pytest.fixture
+def never():
+    """Requests of a caller that sends none, until the test is over."""
+    over = threading.Event()
+
+    def requests():
+        over.wait(60)
+        yield from ()
+
+    yield requests
+    over.set()
+
+
+def refusal(call):
+    """The status of a call that is refused, and the error that came with it."""
+    with pytest.raises(grpc.RpcError) as caught:
+        call.result(20)
+    fault = dict(caught.value.trailing_metadata()).get(faults.KEY)
+    return caught.value.code(), None if fault is None else faults.read(wire.Fault.FromString(fault))
+
+
+def describe(zones, files):
+    """Whether the service answers the holder of *files*."""
+    return bool(zones.raw(files).unary_unary(SERVICE + "Describe")(b"", timeout=10))
+
+
+def large(number, *, from_zone="Plant A"):
+    """An AppendFacts of about 3 MB that takes about a second to bring into canonical form."""
+    keys = json.dumps({f"{(place * 7919) % 100_003:x}": 0 for place in range(75_000)}, separators=(",", ":"))
+    request = wire.AppendFactsRequest()
+    write_facts([fact(f"{number}-{place}") for place in range(4)], request.facts)
+    request.facts.from_zones[:] = [from_zone]
+    request.facts.objects_json[:] = [keys] * 4
+    return request.SerializeToString()
+
+
+# -- before a request is read ---------------------------------------------------------------------------
+
+
+@pytest.mark.spec("SEC-06")
+@pytest.mark.parametrize(
+    "method, who",
+    [
+        ("AppendFact", "peer_files"),
+        ("AppendFacts", "peer_files"),
+        ("AppendFacts", "unnamed_files"),
+        ("FetchFacts", "unnamed_files"),
+        ("Received", "peer_files"),
+        ("RetireReader", "plant_files"),
+    ],
+)
+def test_a_caller_without_rights_is_refused_before_its_request_is_received(zones, never, method, who):
+    zones.serve(zones.store)
+    call = zones.raw(getattr(zones, who)).stream_unary(SERVICE + method).future(never(), timeout=20)
+    assert refusal(call)[0] is grpc.StatusCode.PERMISSION_DENIED
+
+
+@pytest.mark.spec("SEC-06")
+def test_a_large_request_without_rights_is_told_why(zones):
+    zones.serve(zones.store)
+    call = zones.raw(zones.peer_files).unary_unary(SERVICE + "AppendFacts")
+    data = large(1)
+    for _ in range(20):
+        assert refusal(call.future(data, timeout=20))[0] is grpc.StatusCode.PERMISSION_DENIED
+
+
+@pytest.mark.spec("SEC-06")
+def test_the_zones_of_a_request_are_compared_before_its_facts_are_read(zones):
+    zones.serve(zones.store)
+    request = wire.AppendFactsRequest()
+    write_facts([fact(1)], request.facts)
+    request.facts.from_zones[:] = ["Plant B"]
+    request.facts.objects_json[:] = ["{"]
+    call = zones.raw(zones.plant_files).unary_unary(SERVICE + "AppendFacts")
+    code, error = refusal(call.future(request.SerializeToString(), timeout=20))
+    assert code is grpc.StatusCode.PERMISSION_DENIED
+    assert "'Plant B'" in str(error)
+
+
+@pytest.mark.spec("SEC-06")
+def test_a_request_that_takes_long_does_not_hold_up_other_callers(zones):
+    zones.serve(zones.store)
+    other = zones.raw(zones.peer_files).unary_unary(SERVICE + "Describe")
+    other(b"", timeout=20)
+    began = time.monotonic()
+    appending = zones.raw(zones.plant_files).unary_unary(SERVICE + "AppendFacts").future(large(1), timeout=60)
+    slowest = 0.0
+    while not appending.done():
+        asked = time.monotonic()
+        other(b"", timeout=60)
+        slowest = max(slowest, time.monotonic() - asked)
+    appending.result()
+    assert slowest < (time.monotonic() - began) / 2
+
+
+@pytest.mark.spec("SEC-06")
+def test_an_identity_has_so_many_bytes_in_flight(zones):
+    zones.serve(zones.store, limits=Limits(bytes_per_identity=4 * MEBIBYTE))
+    call = zones.raw(zones.plant_files).unary_unary(SERVICE + "AppendFacts")
+    calls = [call.future(large(number), timeout=60) for number in range(3)]
+    codes = [each.code() for each in calls]
+    assert grpc.StatusCode.OK in codes
+    refused = next(each for each in calls if each.code() is grpc.StatusCode.RESOURCE_EXHAUSTED)
+    _, error = refusal(refused)
+    assert isinstance(error, LimitExceeded)
+    assert "bytes_per_identity" in str(error)
+    assert error.later
+    # Nothing is held any more.
+    assert zones.client(zones.plant_files).append_fact(*fact("small"))
+
+
+# -- places ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.spec("SEC-07")
+def test_one_identity_cannot_take_the_streams_of_others(zones):
+    zones.serve(zones.store, limits=Limits(streams_per_identity=4))
+    opened = [zones.raw(zones.peer_files).unary_stream(SERVICE + "Watch")(b"") for _ in range(6)]
+    for each in opened[:4]:
+        next(each)
+    for each in opened[4:]:
+        with pytest.raises(grpc.RpcError) as caught:
+            next(each)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "streams_per_identity" in caught.value.details()
+    # A second certificate of the same zone is the same identity.
+    renewed = zones.host.authority.issue("renewed peer", zones=["Enterprise"])
+    with pytest.raises(grpc.RpcError, match="streams_per_identity"):
+        next(zones.raw(renewed).unary_stream(SERVICE + "Watch")(b""))
+    next(zones.raw(zones.plant_files).unary_stream(SERVICE + "Watch")(b""))
+    assert describe(zones, zones.peer_files)
+    for each in opened:
+        each.cancel()
+
+
+@pytest.mark.spec("SEC-07")
+def test_one_identity_cannot_take_the_calls_of_others(zones):
+    zones.serve(zones.store, limits=Limits(calls_per_identity=3))
+    zones.host.ask("mood", zones.store, "hang")
+    peer = zones.raw(zones.peer_files)
+    hanging = [peer.unary_unary(SERVICE + "EndOf").future(END_OF, timeout=60) for _ in range(5)]
+    refused = [each for each in hanging if _is_refused(each, hanging, 2)]
+    for each in refused:
+        code, error = refusal(each)
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "calls_per_identity" in str(error)
+    assert describe(zones, zones.plant_files)
+    for each in hanging:
+        each.cancel()
+
+
+def _is_refused(call, calls, count):
+    """Whether *call* is one of the *count* of *calls* that are over; waits until so many are."""
+    until = time.monotonic() + 20
+    while sum(each.done() for each in calls) < count and time.monotonic() < until:
+        time.sleep(0.01)
+    return call.done()
+
+
+@pytest.mark.spec("SEC-07")
+def test_health_is_answered_while_all_calls_are_taken(zones):
+    zones.serve(zones.store, limits=Limits(calls=3, look=600))
+    opened = [zones.raw(zones.peer_files).unary_stream(SERVICE + "Watch")(b"") for _ in range(3)]
+    for each in opened:
+        next(each)
+    code, error = refusal(zones.raw(zones.plant_files).unary_unary(SERVICE + "Describe").future(b"", timeout=20))
+    assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "(calls)" in str(error)
+    for files in (zones.plant_files, zones.unnamed_files):
+        answer = health_pb2_grpc.HealthStub(zones.raw(files)).Check(health_pb2.HealthCheckRequest(), timeout=20)
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    for each in opened:
+        each.cancel()
+
+
+@pytest.mark.spec("SEC-07")
+def test_the_health_is_watched_by_identities_only(zones, tmp_path):
+    path = tmp_path / "revoked"
+    path.write_text(fingerprint(zones.stranger_files), encoding="utf-8")
+    zones.serve(zones.store, revoked=path, limits=Limits(streams_per_identity=2))
+    for files in (zones.unnamed_files, zones.stranger_files):
+        with pytest.raises(grpc.RpcError) as caught:
+            next(zones.raw(files).unary_stream(HEALTH + "Watch")(b""))
+        assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
+    watching = [zones.raw(zones.peer_files).unary_stream(HEALTH + "Watch")(b"") for _ in range(2)]
+    for each in watching:
+        next(each)
+    with pytest.raises(grpc.RpcError, match="streams_per_identity"):
+        next(zones.raw(zones.peer_files).unary_stream(HEALTH + "Watch")(b""))
+    # It ends with the certificate.
+    path.write_text(fingerprint(zones.peer_files), encoding="utf-8")
+    with pytest.raises(grpc.RpcError) as ended:
+        next(watching[0])
+    assert ended.value.code() is grpc.StatusCode.PERMISSION_DENIED
+
+
+@pytest.mark.spec("SEC-07")
+def test_checks_that_send_no_request_are_limited_and_end(zones, never):
+    zones.serve(zones.store)
+    check = zones.raw(zones.unnamed_files).stream_unary(HEALTH + "Check")
+    waiting = [check.future(never()) for _ in range(9)]
+    codes = [each.code() for each in waiting]
+    assert codes.count(grpc.StatusCode.RESOURCE_EXHAUSTED) == 1
+    assert codes.count(grpc.StatusCode.DEADLINE_EXCEEDED) == 8
+
+
+@pytest.mark.spec("SEC-07")
+@pytest.mark.parametrize(
+    "data, code",
+    [
+        (health_pb2.HealthCheckRequest(service="other").SerializeToString(), grpc.StatusCode.NOT_FOUND),
+        (b"\xff\xff", grpc.StatusCode.INVALID_ARGUMENT),
+        (b"\x0a" * 2000, grpc.StatusCode.INVALID_ARGUMENT),
+    ],
+)
+def test_a_check_of_something_else_is_refused(zones, data, code):
+    zones.serve(zones.store)
+    assert refusal(zones.raw(zones.plant_files).unary_unary(HEALTH + "Check").future(data, timeout=20))[0] is code
+
+
+# -- connections ----------------------------------------------------------------------------------------
+
+
+def connected(zones):
+    host, _, port = zones.where.partition(":")
+    line = socket.create_connection((host, int(port)), timeout=20)
+    line.settimeout(20)
+    return line
+
+
+def is_closed(line):
+    try:
+        return line.recv(1) == b""
+    except ConnectionError:
+        return True
+
+
+@pytest.mark.spec("SEC-08")
+def test_a_handshake_that_is_not_completed_is_closed(zones):
+    zones.serve(zones.store, limits=Limits(handshake=0.3))
+    with connected(zones) as silent:
+        assert is_closed(silent)
+    assert describe(zones, zones.plant_files)
+
+
+@pytest.mark.spec("SEC-08")
+def test_connections_are_limited_and_free_again_after_a_handshake_that_was_none(zones):
+    zones.serve(zones.store, limits=Limits(connections=3, handshake=2.0))
+    with ExitStack() as stack:
+        silent = [stack.enter_context(connected(zones)) for _ in range(4)]
+        began = time.monotonic()
+        assert is_closed(silent[3])
+        assert time.monotonic() - began < 1.5
+        for each in silent[:3]:
+            assert is_closed(each)
+        assert describe(zones, zones.plant_files)
+
+
+@pytest.mark.spec("SEC-08")
+@pytest.mark.parametrize("compression, code", [(False, "UNIMPLEMENTED"), (True, "OK")])
+def test_compression_is_off_unless_it_is_configured(zones, compression, code):
+    zones.serve(zones.store, limits=Limits(compression=compression))
+    end_of = zones.raw(zones.plant_files).unary_unary(SERVICE + "EndOf")
+    assert end_of.future(END_OF, timeout=20, compression=grpc.Compression.Gzip).code().name == code
