@@ -8,22 +8,26 @@ the dead too, and then kills every process group that was entrusted to it.
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import select
 import signal
 import subprocess
 import sys
+import uuid
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from threading import RLock, Thread
 from typing import IO, Final, cast
 
 from ergon_framework.errors import ConnectionLost
+from ergon_framework.executor.descendants import MARK
 
 # The standard library alone, so that it starts in a few milliseconds. A word is +GROUP or -GROUP, and comes back
 # once it has been done.
 _PROGRAM: Final = """
 import os, signal, sys
+marks = b"ERGON_EXECUTOR=" + sys.argv[1].encode() + b"."
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
     signal.signal(number, signal.SIG_IGN)
 groups = set()
@@ -35,6 +39,23 @@ for group in groups:
         os.killpg(group, signal.SIGKILL)
     except OSError:
         pass
+# Processes in sessions of their own; the environment of each names its executor, and so this guard.
+for _ in range(20):
+    killed = 0
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            descriptor = os.pidfd_open(int(pid))
+            try:
+                with open(f"/proc/{pid}/environ", "rb") as environment:
+                    if any(word.startswith(marks) for word in environment.read().split(b"\\0")):
+                        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+                        killed += 1
+            finally:
+                os.close(descriptor)
+        except OSError:
+            pass
+    if not killed:
+        break
 """
 
 
@@ -56,6 +77,8 @@ class Guard:
         self._lock = RLock()
         self._groups: set[int] = set()
         self._closed = False
+        self._name = uuid.uuid4().hex
+        self._numbers = itertools.count(1)
         #: Where its methods are called: not where a program's own calls may take all threads there are.
         self.threads = ThreadPoolExecutor(THREADS, "ergon-guard")
         self._process = self._started()
@@ -63,6 +86,10 @@ class Guard:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    def create_mark(self) -> str:
+        """Return what the environment of another executor names; all of one guard begin alike."""
+        return f"{self._name}.{next(self._numbers)}"
 
     def add(self, group: int) -> None:
         """Have *group* killed when this process is gone; true as soon as this returns."""
@@ -114,10 +141,12 @@ class Guard:
     def _started(self) -> subprocess.Popen[bytes]:
         # A session of its own: what is meant for the orchestrator's group must not reach it.
         process = subprocess.Popen(  # noqa: S603 - our own program
-            [sys.executable, "-I", "-S", "-c", _PROGRAM],
+            [sys.executable, "-I", "-S", "-c", _PROGRAM, self._name],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
+            # Not that of an executor that starts executors itself: this guard has to outlive it by a moment.
+            env={name: text for name, text in os.environ.items() if name != MARK},
         )
         Thread(target=self._watch, args=(process,), name="ergon-guard-watch", daemon=True).start()
         return process

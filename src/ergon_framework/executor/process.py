@@ -21,6 +21,7 @@ from pydantic import Field
 
 from ergon_framework.errors import ErgonError
 from ergon_framework.executor import verdict
+from ergon_framework.executor.descendants import MARK, Descendant, kill_all, kill_marked, list_children
 from ergon_framework.executor.guard import Guard
 from ergon_framework.executor.lines import Overlong, Reason, Splitter
 from ergon_framework.executor.protocol import BadLine, ExecutionOutcome, Status, read_outcome
@@ -72,7 +73,7 @@ class Limits(Policy):
 
 
 class Command(Policy):
-    """How an executor is started. It sees no variable of the environment but these."""
+    """How an executor is started. It sees no variable of the environment but these and ERGON_EXECUTOR, its mark."""
 
     words: tuple[str, ...] = Field(min_length=1, description="The program and its arguments.")
     environment: Mapping[str, str] = Field(default_factory=dict, description="All of its environment.")
@@ -83,8 +84,12 @@ class Command(Policy):
 class ExecutorProcess:
     """A running executor; everything but ``start`` belongs to one event loop."""
 
-    def __init__(self, process: subprocess.Popen[bytes], guard: Guard, readers: ThreadPoolExecutor) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], guard: Guard, readers: ThreadPoolExecutor, mark: str) -> None:
         self.pid = process.pid
+        #: What the environment of each of its children names.
+        self._mark = mark
+        #: Those that were below it when it was told to end.
+        self._descendants: set[Descendant] = set()
         self.began = time.monotonic()
         self.answered = 0
         self.counts: Counter[str] = Counter()
@@ -126,7 +131,9 @@ class ExecutorProcess:
     async def start(cls, command: Command, guard: Guard, readers: ThreadPoolExecutor) -> Self:
         """Start an executor; OSError if that cannot be done, ConnectionLost if no guard would know of it."""
         loop = asyncio.get_running_loop()
-        return cls(await loop.run_in_executor(guard.threads, _spawned, command, guard), guard, readers)
+        mark = guard.create_mark()
+        process = await loop.run_in_executor(guard.threads, _spawned, command, guard, mark)
+        return cls(process, guard, readers, mark)
 
     # -- jobs -------------------------------------------------------------------------------------
 
@@ -329,6 +336,7 @@ class ExecutorProcess:
     def _signal(self, number: signal.Signals) -> None:
         # Until it is reaped its group cannot be anybody else's.
         if not self.gone.done():
+            self._descendants.update(list_children(self.pid))
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, number)
 
@@ -363,7 +371,7 @@ class ExecutorProcess:
         self._err.close()
         os.close(self._pidfd)
         self.gone.set_result(how)
-        self._leaving = self._loop.run_in_executor(self._guard.threads, self._guard.remove, self.pid)
+        self._leaving = self._loop.run_in_executor(self._guard.threads, self._end_descendants)
         for job_id in list(self._flights):
             if job_id in self._verdicts:
                 self._landed(job_id, self._verdicts[job_id])
@@ -371,6 +379,12 @@ class ExecutorProcess:
                 self._dropped(job_id, "the executor was ended, and not for what this job did")
             else:
                 self._landed(job_id, verdict.died(job_id, how=how))
+
+    def _end_descendants(self) -> None:
+        """Kill what it has started in other sessions, then forget its group."""
+        kill_all(self._descendants)
+        kill_marked(self._mark)
+        self._guard.remove(self.pid)
 
     def _landed(self, job_id: str, outcome: ExecutionOutcome) -> None:
         flight = self._flights.pop(job_id)
@@ -385,13 +399,13 @@ class ExecutorProcess:
             flight.set_exception(ExecutorReleased(words, retry_after=0.0))
 
 
-def _spawned(command: Command, guard: Guard) -> subprocess.Popen[bytes]:
+def _spawned(command: Command, guard: Guard, mark: str) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(  # noqa: S603 - the operator's own command
         [*_GATE, *command.words],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env=dict(command.environment),
+        env={**command.environment, MARK: mark},
         cwd=command.folder,
         start_new_session=True,
         bufsize=0,

@@ -58,6 +58,19 @@ def last(job_id, unit, size):
     os._exit(0)
 
 
+def escape(seconds):
+    """Start a process in a session of its own, whose parent ends, and one that has no environment; then go on."""
+    program = "import os, time; os.fork() and os._exit(0); print(os.getpid(), flush=True); time.sleep(300)"
+    words = [sys.executable, "-S", "-c", program]
+    orphan = subprocess.Popen(words, start_new_session=True, stdout=subprocess.PIPE, text=True)
+    orphaned = int(orphan.stdout.readline())
+    orphan.wait()
+    bare = subprocess.Popen(["/bin/sleep", "300"], start_new_session=True, env={}, stdout=subprocess.DEVNULL)
+    sys.stderr.write(f"escaped {orphaned} {bare.pid}\n")
+    sys.stderr.flush()
+    time.sleep(seconds)
+
+
 HANDLERS = {
     "fill": fill,
     "last": last,
@@ -74,6 +87,8 @@ HANDLERS = {
     "forge": forge,
     "say": lambda _, text: said(text),
     "child": lambda _: subprocess.Popen(["sleep", "300"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).pid,
+    "session": lambda _: subprocess.Popen(["sleep", "300"], start_new_session=True, stdout=subprocess.DEVNULL).pid,
+    "escape": lambda _, seconds: escape(seconds),
     "malformed": lambda job_id: write('{"job_id": "' + job_id + '", "status": "success", "result": NaN}\n'),
 }
 

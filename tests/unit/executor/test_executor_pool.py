@@ -19,6 +19,7 @@ import pytest
 import uvloop
 
 from ergon_framework.executor import process
+from ergon_framework.executor.descendants import Descendant, kill_all
 from ergon_framework.executor.guard import Guard
 from ergon_framework.executor.lines import MAX_LINE, LineError
 from ergon_framework.executor.pool import ExecutorPool, ExecutorsBusy, Patience, PoolClosed, PoolPolicy
@@ -164,8 +165,60 @@ def test_an_executor_sees_only_the_environment_it_was_given(monkeypatch):
         return (await pool.run("environment", job_id="a", timeout=5)).result
 
     assert pooled(body, environment={"COLOUR": "red"}).keys() - {"PWD", "SHLVL", "_", "LC_CTYPE", "OLDPWD"} == {
-        "COLOUR"
+        "COLOUR",
+        "ERGON_EXECUTOR",
     }
+
+
+def escaped(caplog):
+    """Return the processes that an executor has started in other sessions."""
+    (words,) = [record.line.split() for record in caplog.records if getattr(record, "line", "").startswith("escaped")]
+    return [int(word) for word in words[1:]]
+
+
+def all_gone(pids):
+    until = time.monotonic() + 20
+    while time.monotonic() < until and not all(map(gone, pids)):
+        time.sleep(0.02)
+    return all(map(gone, pids))
+
+
+@pytest.mark.spec("SEC-22")
+@pytest.mark.parametrize("words", [("0",), STUBBORN], ids=["ends at SIGTERM", "is killed"])
+def test_a_job_that_times_out_takes_processes_in_other_sessions_with_it(caplog, words):
+    caplog.set_level(logging.INFO, "ergon_framework.executor")
+
+    async def body(pool):
+        return (await pool.run("escape", [60], job_id="a", timeout=2)).status
+
+    assert pooled(body, *words) is Status.TIMEOUT
+    pids = escaped(caplog)
+    assert len(pids) == 2
+    assert all_gone(pids)
+
+
+@pytest.mark.spec("SEC-22")
+def test_an_executor_that_ends_by_itself_takes_an_orphan_in_another_session_with_it(caplog):
+    caplog.set_level(logging.INFO, "ergon_framework.executor")
+
+    async def body(pool):
+        assert (await pool.run("escape", [0], job_id="a", timeout=20)).status is Status.SUCCESS
+        await pool.run("crash", job_id="b", timeout=20)
+
+    pooled(body)
+    orphan, bare = escaped(caplog)
+    try:
+        assert all_gone([orphan])
+    finally:
+        if not gone(bare):
+            os.kill(bare, signal.SIGKILL)
+
+
+@pytest.mark.spec("SEC-22")
+def test_another_process_that_has_the_number_of_a_descendant_is_not_killed():
+    with sleeping() as sleeper:
+        kill_all({Descendant(sleeper.pid, "1")})
+        assert sleeper.poll() is None
 
 
 def test_what_it_says_is_logged_with_its_job_and_trace(caplog):
@@ -801,22 +854,23 @@ async def main():
     command = Command(words=tuple(sys.argv[1:]), environment={"PATH": "/usr/bin:/bin"})
     async with ExecutorPool(command, policy=PoolPolicy(size=2)) as pool:
         child = (await pool.run("child", job_id="a", timeout=5)).result
+        away = (await pool.run("session", job_id="c", timeout=5)).result
         spinning = asyncio.create_task(pool.run("spin", job_id="b", timeout=60))
         while not pool._figures().in_flight:
             await asyncio.sleep(0)
-        print(pool._guard.pid, child, *pool.pids, flush=True)
+        print(pool._guard.pid, child, away, *pool.pids, flush=True)
         await asyncio.sleep(60)
 
 asyncio.run(main())
 """
 
 
-@pytest.mark.spec("EXE-21")
+@pytest.mark.spec("EXE-21", "SEC-22")
 def test_executors_die_with_their_orchestrator_however_stubborn_they_are():
     words = [sys.executable, "-c", ORCHESTRATOR, sys.executable, "-S", PROGRAM, *STUBBORN]
     with subprocess.Popen(words, stdout=subprocess.PIPE) as orchestrator:
         pids = [int(word) for word in orchestrator.stdout.readline().split()]
-        assert len(pids) == 4
+        assert len(pids) == 5
         assert not any(gone(pid) for pid in pids)
         orchestrator.send_signal(signal.SIGKILL)
     end = time.monotonic() + 10
