@@ -30,15 +30,33 @@ class Descendant(NamedTuple):
 
 
 def list_children(root: int) -> list[Descendant]:
-    """Return the processes below *root*, as long as each of their parents lives."""
-    children: dict[int, list[Descendant]] = defaultdict(list)
-    for pid in _list_pids():
-        parent, start = _read_stat(pid)
-        children[parent].append(Descendant(pid, start))
-    found = list(children[root])
+    """Return the processes below *root*, as long as each of their parents lives; it runs in the event loop."""
+    find = _read_children if Path("/proc/thread-self/children").exists() else _index_parents().__getitem__
+    found = [Descendant(pid, _read_stat(pid)[1]) for pid in find(root)]
     for each in found:
-        found += children[each.pid]
+        found += [Descendant(pid, _read_stat(pid)[1]) for pid in find(each.pid)]
     return found
+
+
+def _read_children(pid: int) -> list[int]:
+    """Return the children of all threads of a process; some kernels do not tell them."""
+    with suppress(OSError):
+        return [int(word) for task in Path(f"/proc/{pid}/task").iterdir() for word in _read_words(task / "children")]
+    return []
+
+
+def _read_words(path: Path) -> list[str]:
+    with suppress(OSError):
+        return path.read_text(encoding="ascii").split()
+    return []
+
+
+def _index_parents() -> dict[int, list[int]]:
+    """Return the children of every process, by looking at all."""
+    children: dict[int, list[int]] = defaultdict(list)
+    for pid in _list_pids():
+        children[_read_stat(pid)[0]].append(pid)
+    return children
 
 
 def kill_marked(mark: str) -> None:

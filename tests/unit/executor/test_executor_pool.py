@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from ergon_framework.executor import process
-from ergon_framework.executor.descendants import Descendant, kill_all
+from ergon_framework.executor import descendants, process
+from ergon_framework.executor.descendants import Descendant, kill_all, list_children
 from ergon_framework.executor.guard import Guard
 from ergon_framework.executor.lines import MAX_LINE, LineError
 from ergon_framework.executor.pool import ExecutorPool, ExecutorsBusy, Patience, PoolClosed, PoolPolicy
@@ -212,6 +212,17 @@ def test_an_executor_that_ends_by_itself_takes_an_orphan_in_another_session_with
     finally:
         if not gone(bare):
             os.kill(bare, signal.SIGKILL)
+
+
+@pytest.mark.spec("SEC-22")
+def test_children_are_found_with_and_without_the_help_of_the_kernel():
+    with subprocess.Popen(["/bin/sh", "-c", "sleep 300 & echo $!; wait"], stdout=subprocess.PIPE, text=True) as shell:
+        below = int(shell.stdout.readline())
+        try:
+            assert below in {each.pid for each in list_children(os.getpid())}
+            assert descendants._read_children(shell.pid) == descendants._index_parents()[shell.pid] == [below]
+        finally:
+            os.kill(below, signal.SIGKILL)
 
 
 @pytest.mark.spec("SEC-22")
