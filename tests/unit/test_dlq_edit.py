@@ -248,16 +248,15 @@ def test_a_log_is_not_corrected(shop):
 @pytest.mark.spec("SEC-21")
 @pytest.mark.invariant
 def test_of_two_operators_one_succeeds_and_the_other_is_told(shop, monkeypatch):
-    """The first edits after the second has read the dead letter and before the second writes."""
-    read = MemoryConnector.list_dead
+    """The first edits after the second has read the dead letter for the last time, and before the second writes."""
+    stamp = MemoryConnector.stamped
     others = iter([lambda: edit("--set", "total=100", "--actor", "kim")])
 
-    def list_dead(self, query, **page):
-        records = read(self, query, **page)
+    def stamped(self, transaction):
         next(others, lambda: None)()
-        return records
+        return stamp(self, transaction)
 
-    monkeypatch.setattr(MemoryConnector, "list_dead", list_dead)
+    monkeypatch.setattr(MemoryConnector, "stamped", stamped)
     done = edit("--set", "total=200", "--actor", "lee", code=DlqExit.FAILED)
     assert "by another operator in the meantime; this correction was not sent" in done.stderr
     assert only(shop.orders).transaction.payload["total"] == 100

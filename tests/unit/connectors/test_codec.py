@@ -398,7 +398,7 @@ def test_a_repeated_key_of_a_body_is_undecodable(body):
     "name, text",
     [
         ("ergon-history", '[{"attempt": 1, "attempt": 9, "category": "SYSTEM", "error": "x"}]'),
-        ("ergon-deferral", '{"count": 1, "count": 9, "since": 1.0, "at": 1.0, "until": null, "code": "", "error": ""}'),
+        ("ergon-deferral", '{"count": 1, "count": 9, "since": 1.0, "at": 1.0, "until": 2.0}'),
     ],
 )
 def test_a_repeated_key_of_a_header_is_undecodable(name, text):
