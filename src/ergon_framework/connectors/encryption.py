@@ -36,6 +36,7 @@ VARIABLE: Final = "ERGON_ENCRYPTION__KEYS"
 REQUIRE_VARIABLE: Final = "ERGON_ENCRYPTION__REQUIRE"
 KEY_BYTES: Final = 32
 NONCE_BYTES: Final = 12
+TAG_BYTES: Final = 16
 #: Where a failure record, whose texts are hidden, keeps its encrypted original.
 DETAIL: Final = "ergon.encrypted"
 #: Headers that are authenticated with a body: nobody without the key can change them or move the body elsewhere.
@@ -207,7 +208,9 @@ class EncryptingCodec:
 
     @property
     def max_bytes(self) -> int | None:
-        return self.inner.max_bytes
+        """The largest body that is stored: that of the codec inside, with nonce and tag."""
+        most = self.inner.max_bytes
+        return None if most is None else most + NONCE_BYTES + TAG_BYTES
 
     def encode(self, transaction: Transaction) -> tuple[bytes, dict[str, str]]:
         if not transaction.source:

@@ -187,8 +187,8 @@ def test_a_transaction_without_a_source_cannot_be_bound():
 
 def test_the_limit_of_a_payload_is_that_of_the_codec_inside():
     small = EncryptingCodec(JsonCodec(max_bytes=10), keys=Keys.parse(OLD))
-    assert small.max_bytes == 10
     body, headers = small.encode(order().replace(payload="x" * 8))
+    assert small.max_bytes == len(body) == 38, "nothing that was sent is too large for a reader"
     assert small.decode(body, headers).payload == "x" * 8
     with pytest.raises(UnencodableError):
         small.encode(order().replace(payload="x" * 9))
