@@ -97,7 +97,7 @@ class Hostile:
 
     def _large(self, job: str) -> None:
         unit = self._dice.choice((b"[],", b"1,", b'"\\ud83d\\ude00",', b'{"a":1},'))
-        body = unit * (self._dice.choice((200_000, 15_000_000)) // len(unit))
+        body = unit * (self._dice.choice((200_000, 5_000_000)) // len(unit))
         self._write(b'{"job_id":"%s","status":"success","result":[' % job.encode() + body + b"1]}\n")
 
     def _deafen(self, job: str) -> None:
