@@ -25,7 +25,7 @@ TOTAL := 90
 .PHONY: site reference scan sbom sizes lowest
 .PHONY: exam trials signals bench-postgres chaos-postgres power-postgres poison-postgres
 .PHONY: chaos-brokers power-brokers bench-brokers broker-peers
-.PHONY: bench-providers fleet-providers chaos-outage chaos-full-servers chaos-celery chaos-executors chaos-cron fuzz-executors bench-executors peers
+.PHONY: bench-providers fleet-providers chaos-memory chaos-outage chaos-full-servers chaos-celery chaos-executors chaos-cron fuzz-executors bench-executors peers
 .PHONY: bench-facts bench-facts-store bench-facts-service bench-artifacts catchup-facts
 .PHONY: attack-facts chaos-facts soak-facts power-facts fuzz-facts fuzz-api protos demo demo-chaos
 
@@ -223,6 +223,9 @@ poison-postgres: $(STAMP) ## one transaction that ends every process, among 500
 
 chaos-brokers: $(STAMP) ## 20,000 transactions on each broker through kills, stops, crashes and cuts (root; MINUTES=5, SEED=1)
 	$(BIN)/python tests/chaos/brokers.py --minutes $(or $(MINUTES),5) --seed $(or $(SEED),1)
+
+chaos-memory: $(STAMP) ## a message larger than its worker's memory, under a memory cgroup, on each broker (root); about 10 minutes
+	$(BIN)/python tests/chaos/memory.py
 
 chaos-outage: $(STAMP) ## a provider answers 503 or hangs for a minute, facts are away for five; no dead letter; about 7 minutes
 	$(BIN)/python tests/chaos/provider_outage.py

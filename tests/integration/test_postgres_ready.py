@@ -56,7 +56,9 @@ def claims(dsn, queue):
 
 
 def claim_of(queue, worker):
-    return {"queue": number(queue), "count": 10, "worker": worker, "token": 1, "rank": 0, "floor": 0, "inbox": False}
+    bounds = {"largest": 1 << 20, "budget": 1 << 25, "last_delivery": 10, "suspects": True}
+    claim = {"queue": number(queue), "count": 10, "worker": worker, "token": 1, "rank": 0, "floor": 0, "inbox": False}
+    return {**claim, **bounds}
 
 
 def taken_in_order(queue):

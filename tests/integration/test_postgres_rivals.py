@@ -38,6 +38,7 @@ def registered(connection):
 
 def claimed(connection, queue, worker, **other):
     given = {"queue": queue._number, "count": 10, "worker": worker, "token": 1, "rank": 0, "floor": 0, "inbox": False}
+    given |= {"largest": 1 << 20, "budget": 1 << 25, "last_delivery": 10, "suspects": True}
     return [row[0] for row in connection.execute(statements.CLAIM, {**given, **other}).fetchall()]
 
 

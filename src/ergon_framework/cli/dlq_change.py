@@ -88,6 +88,11 @@ class Change:
         """The payload that *record* is to have; ConfigurationError where there is none."""
         if self.file is not None:
             return _parsed(_read(self.file), str(self.file))
+        if record.size is not None:
+            raise ConfigurationError(
+                f"its payload of {record.size} bytes is too large to be loaded here; give --file FILE, or raise "
+                "max_bytes of the codec and max_fetch_bytes of the queue"
+            )
         if self.settings:
             if record.raw is not None:
                 raise ConfigurationError(

@@ -110,6 +110,7 @@ def _facts(record: DeadLetterRecord) -> Iterator[tuple[str, Any]]:
             yield "handler error", failure.handler_error.error_message
         yield "attempts", failure.attempts
     yield "deliveries", record.deliveries
+    yield "body", None if record.size is None else _unread(record.size)
     yield from ((name, getattr(envelope, name)) for name in ("source", "type", "key", "tenant", "correlation"))
     yield "causation", envelope.causation
     yield "created", None if envelope.created_at is None else told(envelope.created_at)
@@ -129,10 +130,16 @@ def _error(failure: Failure) -> str:
     return message if message.startswith(f"{kind}: ") else f"{kind}: {message}"
 
 
+def _unread(size: int) -> str:
+    return f"{size} bytes, not loaded"
+
+
 def _payload(record: DeadLetterRecord) -> str:
     key_id = missing_key(record)
     if key_id is not None:
         return hidden(key_id)
+    if record.size is not None:
+        return _unread(record.size)
     if record.raw is not None:
         return repr(record.raw[:LONGEST])
     return record.payload if isinstance(record.payload, str) else _dumped(record.payload)

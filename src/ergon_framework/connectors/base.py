@@ -63,7 +63,7 @@ class Delivery:
     ``deliveries`` counts from 1 and is the broker's, so that it survives crashes. ``lease_until``
     is when the claim ends, in seconds of the monotonic clock; None where it does not end by
     itself. ``error`` is set when the message could not be decoded, or not without a key that is missing here; the
-    payload is then its bytes.
+    payload is then its bytes, or None where the body is too large to be loaded.
     ``done`` is set when the connector's inbox knows that this transaction has succeeded before.
     """
 
@@ -240,6 +240,13 @@ class _Described(ABC):
     def listen(self, listener: Listener) -> Unlisten:  # noqa: ARG002 - a connector without signals has no use for it
         """Tell *listener* about arrivals and lost claims until the returned function is called."""
         return _nothing
+
+    def limit_deliveries(self, most: int) -> None:  # noqa: B027 - a connector that loads nothing has no use for it
+        """Note that a consumer dead-letters what was delivered more than *most* times.
+
+        Such a message is fetched without its body where the broker allows that: the body may be what ended the
+        processes before. Its delivery has the envelope, and a payload of None.
+        """
 
     def stamped(self, transaction: Transaction) -> Transaction:
         """*transaction* as it is to be sent: with this queue as its source, and the trace that is current here.

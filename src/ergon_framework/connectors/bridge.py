@@ -142,6 +142,9 @@ class AsyncBridge(AsyncConnector):
     def listen(self, listener: Listener) -> Unlisten:
         return self.connector.listen(listener)
 
+    def limit_deliveries(self, most: int) -> None:
+        self.connector.limit_deliveries(most)
+
     async def fetch_transactions_async(self, batch_size: int, **extra: Any) -> Sequence[Delivery]:
         return await self._run(
             self._calls, lambda: self.connector.fetch_transactions(batch_size, **extra), late=self._release
@@ -272,6 +275,9 @@ class SyncBridge(Connector):
 
     def listen(self, listener: Listener) -> Unlisten:
         return self.connector.listen(listener)
+
+    def limit_deliveries(self, most: int) -> None:
+        self.connector.limit_deliveries(most)
 
     def fetch_transactions(self, batch_size: int, **extra: Any) -> Sequence[Delivery]:
         future = self._start(self.connector.fetch_transactions_async, batch_size, **extra)

@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from functools import lru_cache
 from operator import attrgetter
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol, TypeGuard
 
 from pydantic import TypeAdapter
 
@@ -493,8 +493,29 @@ def decode(codec: Codec, body: bytes, headers: Mapping[str, str], *, source: str
         with suppress(UndecodableError):
             return Decoded(Transaction(payload=body, **{"source": source, **read_headers(headers)}), problem)
     given = headers.get("ergon-id")
-    sound = isinstance(given, str) and len(given) <= WIRE[0].longest and _VISIBLE(given)
-    return Decoded(Transaction(given if sound and given else _digest(body, headers), body, source=source), problem)
+    return Decoded(Transaction(given if _is_sound(given) else _digest(body, headers), body, source=source), problem)
+
+
+def _is_sound(given: str | None) -> TypeGuard[str]:
+    """Whether a header can be an id."""
+    return isinstance(given, str) and bool(given) and len(given) <= WIRE[0].longest and bool(_VISIBLE(given))
+
+
+def describe_unread(size: int, headers: Mapping[str, str], *, source: str, limit: int | None) -> Decoded:
+    """Return the envelope of a message whose body of *size* bytes was not loaded, with an error if *limit* is less."""
+    problem = None
+    if limit is not None and size > limit:
+        problem = UndecodableError(
+            f"a body of {size} bytes is over the limit of {limit} and was not loaded; "
+            "to admit it, raise max_bytes of the codec and replay the dead letter"
+        )
+    try:
+        fields = read_headers(headers)
+    except UndecodableError:
+        given = headers.get("ergon-id")
+        fields = {"id": given if _is_sound(given) else _digest(str(size).encode(), headers)}
+    fields.setdefault("source", source)
+    return Decoded(Transaction(payload=None, **fields), problem)
 
 
 def _digest(body: bytes, headers: Mapping[str, str]) -> str:

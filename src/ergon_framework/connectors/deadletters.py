@@ -57,7 +57,8 @@ class DeadLetterRecord(BaseModel):
     """One dead letter: the original message, why it is here, and since when.
 
     ``raw`` holds the payload where it is bytes, which is so for everything that could not be
-    decoded; ``headers`` are then the message's own. ``at`` is in seconds since the epoch.
+    decoded; ``headers`` are then the message's own. Where the body is too large to be loaded, payload
+    and ``raw`` are None and ``size`` has its bytes. ``at`` is in seconds since the epoch.
     ``place`` is the store's own handle of this one dead letter, empty until it is stored: the
     same transaction may be dead more than once.
     """
@@ -76,6 +77,8 @@ class DeadLetterRecord(BaseModel):
     deliveries: int
     at: float
     trace_id: str | None = None
+    #: Bytes of a body that was not loaded; None where it was.
+    size: int | None = None
 
     @classmethod
     def of(
@@ -87,6 +90,7 @@ class DeadLetterRecord(BaseModel):
         at: float,
         headers: dict[str, str] | None = None,
         place: str = "",
+        size: int | None = None,
     ) -> Self:
         """The record of *delivery*, put aside by *settlement*."""
         transaction, payload, failure = delivery.transaction, delivery.transaction.payload, settlement.failure
@@ -103,6 +107,7 @@ class DeadLetterRecord(BaseModel):
             deliveries=delivery.deliveries,
             at=at,
             trace_id=failure.trace_id if failure is not None and failure.trace_id else _trace_id(transaction),
+            size=size,
         )
 
     @property

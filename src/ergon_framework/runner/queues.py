@@ -78,6 +78,9 @@ class NamedQueue(Connector, AsyncConnector):
     def listen(self, listener: Listener) -> Unlisten:
         return self.connector.listen(listener)
 
+    def limit_deliveries(self, most: int) -> None:
+        self.connector.limit_deliveries(most)
+
     def stamped(self, transaction: Transaction) -> Transaction:
         return self.connector.stamped(transaction)
 

@@ -23,6 +23,7 @@ CHAIN: Final = (
     "0013",
     "0014",
     "0015",
+    "0016",
 )
 #: The oldest revision that this release can work on.
 NEEDED: Final = "0001"

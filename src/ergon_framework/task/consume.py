@@ -308,7 +308,7 @@ class Consumption:
 
     def _space(self) -> int:
         """How many may be asked for: nothing is fetched that could not start."""
-        if self._alone or self._waits_alone() or self._settling(self._policy.steps.settle.pending):
+        if self._alone or self._intake.holds_last or self._settling(self._policy.steps.settle.pending):
             return 0
         free = self._crew.free + self._loop.prefetch - self._intake.ready
         return int(min(self._loop.batch.size, free, self._intake.room))
@@ -328,7 +328,8 @@ class Consumption:
                 self._woken, self._waking = True, False
             elif kind is Lost:
                 yield from self._claims_lost(event.receipts)
-        self._alone = self._alone and bool(self._crew.flights)
+        # Until it is settled: a fetch that ends the process would cost it the delivery that it has not got any more.
+        self._alone = self._alone and (bool(self._crew.flights) or self._settling())
 
     def lose(self, receipts: Iterable[Any], signal: Callable[[Mailbox, Any], None]) -> None:
         """These claims are gone, from this moment on; may be said on any thread."""
@@ -373,10 +374,6 @@ class Consumption:
             self._intake.clear_behind("alone")
         self._alone = not self._crew.flights and not self._settling()
         return self._alone
-
-    def _waits_alone(self) -> bool:
-        head = self._intake.head()
-        return head is not None and head.deliveries >= self._loop.max_deliveries
 
     def _settling(self, most: int = 1) -> bool:
         """Whether *most* or more are still to be settled; if so, the loop is told when that changes."""

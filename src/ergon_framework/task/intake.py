@@ -44,6 +44,8 @@ class Intake:
         self._report = report
         self._watch = watch
         self._admission = Admission(policy.concurrency.value)
+        #: Whether one of those who wait may be on its last permitted delivery.
+        self._may_hold_last = False
         #: Takes the head out of the line.
         self.next = self._admission.next
         #: Every claim that is held, from fetch to settle.
@@ -63,9 +65,18 @@ class Intake:
         limit = self._policy.limit
         return float("inf") if limit is None else limit - self._report.started - len(self._admission)
 
+    @property
+    def holds_last(self) -> bool:
+        """Whether one of those who wait is on its last permitted delivery."""
+        if self._may_hold_last:
+            most = self._policy.max_deliveries
+            self._may_hold_last = any(delivery.deliveries >= most for delivery in self._admission)
+        return self._may_hold_last
+
     def take(self, delivery: Delivery) -> None:
         """Give *delivery* its place."""
         transaction, policy = delivery.transaction, self._policy
+        self._may_hold_last = self._may_hold_last or delivery.deliveries >= policy.max_deliveries
         self.claims[delivery.receipt] = delivery
         if isinstance(delivery.error, MissingKeyError) and not delivery.done:
             self._defer_unreadable(delivery, delivery.error)

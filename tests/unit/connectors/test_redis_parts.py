@@ -9,6 +9,7 @@ from redis import exceptions
 
 from ergon_framework.connectors.base import Ack, ConnectorError, Delivery, Later, SettleResult
 from ergon_framework.connectors.codec import JsonCodec, UnencodableError
+from ergon_framework.connectors.limits import MAX_FETCH_BYTES, FetchLimits
 from ergon_framework.connectors.redis import durability, keys
 from ergon_framework.connectors.redis.claiming import Claiming
 from ergon_framework.connectors.redis.durability import judged
@@ -100,7 +101,8 @@ def settled(settler, settling, answer):
 def test_what_is_gone_was_settled_by_us_only_while_nobody_else_can_have_had_it():
     clock = Clock()
     where = keys.keys_of("orders")
-    claiming = Claiming(where, Messages(JsonCodec(), name="orders", body="body"), consumer="me", lease=10.0)
+    messages = Messages(JsonCodec(), name="orders", body="body")
+    claiming = Claiming(where, messages, consumer="me", lease=10.0, limits=FetchLimits(MAX_FETCH_BYTES))
     settler = Settler(where, claiming, codec=JsonCodec(), clock=clock)
     delivery = Delivery(Transaction("tx", {}), Receipt(b"1-0", "me", 1, 1), lease_until=10.0)
     assert settled(settler, (delivery, Ack()), b"l") is SettleResult.LOST

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ergon_framework.connectors.base import Delivery, Later, Release, SettleResult
+from ergon_framework.connectors.base import Ack, Delivery, Later, Release, SettleResult
 from ergon_framework.engine.attempts import Step
 from ergon_framework.engine.drivers.threads import Threads
 from ergon_framework.engine.effects import NEVER, Afterwards, Call, Interrupt, Sleep, Spawn, Wait
@@ -523,6 +523,27 @@ def test_who_waited_behind_the_last_permitted_delivery_may_come_again() -> None:
     loop.hears(loop.done(1))
     loop.brings(*items("b", "c", key="l"), *items("d"), *items("e", key="k"))
     assert loop.watch.slots() == (3, 0, 1), "all of them start but the second of a key"
+
+
+@pytest.mark.spec("SEC-13")
+def test_nothing_is_fetched_until_the_last_permitted_delivery_is_settled() -> None:
+    loop = Loop(**concurrency(3, max_deliveries=3))
+    loop.brings(*items("a", deliveries=3))
+    assert loop.watch.slots() == (1, 0, 0)
+    loop.loop._settler.put(Item(items("a", deliveries=3)[0], Ack(), None))
+    loop.hears(loop.done(1))
+    assert (loop.waits, loop.watch.slots()) == ((1, NEVER), (0, 0, 0)), "a fetch that ends the process would cost it"
+    settle(loop)
+    loop.hears(*loop.loop.mailbox.take())
+    assert loop.asked == 3
+
+
+@pytest.mark.spec("SEC-13")
+def test_nothing_is_fetched_while_a_last_permitted_delivery_waits_behind_others() -> None:
+    loop = Loop(**concurrency(1, max_deliveries=3), prefetch=4)
+    loop.brings(*items("a"), *items("b"), *items("c", deliveries=3))
+    assert loop.watch.slots() == (1, 0, 2)
+    assert loop.waits == (1, NEVER), "there is room for two more, and c would be lost with the process"
 
 
 @pytest.mark.spec("CNN-11", "DX-05")

@@ -30,6 +30,10 @@ _LEAST: Final = 0.005
 _GRACE: Final = 0.25
 #: Nothing there; the time is over.
 _NOTHING: Final = frozenset({"404", "408"})
+#: The next message is larger than what is left of the bytes that were asked for.
+_TOO_LARGE: Final = "409", "Message Size Exceeds MaxBytes"
+#: As many bytes have come as were asked for.
+_COMPLETE: Final = "409", "Batch Completed"
 
 
 class _Ask:
@@ -59,6 +63,7 @@ class Pulls:
         *,
         owner: object,
         lease: float,
+        max_bytes: int,
         ticker: Ticker,
         wake: Callable[[], None],
         listened: Callable[[], bool],
@@ -68,6 +73,8 @@ class Pulls:
         self._buffer = buffer
         self._owner = owner
         self._lease = lease
+        #: Bytes that one request may bring.
+        self._max_bytes = max_bytes
         self._ticker = ticker
         self._wake = wake
         self._listened = listened
@@ -99,9 +106,16 @@ class Pulls:
         return bool(self._asks)
 
     async def ask(self, count: int, wait: float) -> None:
-        """Ask for *count* and wait until they are there, or all that there is, or *wait* is over."""
+        """Ask for *count* and wait until they are there, or all that fits or there is, or *wait* is over."""
+        ended = await self._ask({"batch": count, "max_bytes": self._max_bytes}, count, wait)
+        if ended == _TOO_LARGE and not self._buffer:
+            # Larger than all bytes of a fetch: it comes by itself.
+            ended = await self._ask({"batch": 1}, 1, wait)
+
+    async def _ask(self, wanted: dict[str, object], count: int, wait: float) -> tuple[str, str]:
+        """Ask for *wanted*; return the status with which the server has ended the request, if it has."""
         # With both of these the server waits for the first, and then sends what there is.
-        wanted: dict[str, object] = {"batch": count, "no_wait": True}
+        wanted["no_wait"] = True
         if wait > 0:
             wanted["expires"] = api.nanos(max(wait, _LEAST))
         token = str(next(self._tokens))
@@ -115,8 +129,10 @@ class Pulls:
             await self._answered(ask, wait)
         finally:
             del self._asks[token]
-        if ask.status and ask.status not in _NOTHING:
+        ended = ask.status, ask.words
+        if ask.status and ask.status not in _NOTHING and ended not in (_TOO_LARGE, _COMPLETE):
             raise self._refusal(ask)
+        return ended
 
     async def _answered(self, ask: _Ask, wait: float) -> None:
         """Wait in pieces, and look in between whether the server is still there."""
@@ -146,7 +162,8 @@ class Pulls:
         self._standing = True
         self._stood_at = time.monotonic()
         self._ticker.start()
-        wanted = json.dumps({"batch": 1, "expires": api.nanos(_STANDING)}).encode()
+        request = {"batch": 1, "max_bytes": self._max_bytes, "expires": api.nanos(_STANDING)}
+        wanted = json.dumps(request).encode()
         try:
             await self._line.send(self._subject, wanted, reply=self._bell)
         except BaseException:
@@ -187,6 +204,8 @@ class Pulls:
         self._standing = False
         if message.reply:
             self._buffer.append(self._claim(message, self._stood_at))
+            self._wake()
+        elif message.status in (_TOO_LARGE, _COMPLETE):
             self._wake()
         elif message.status[0] in _NOTHING and self._listened():
             self._again = asyncio.ensure_future(self._stand_again())

@@ -27,10 +27,11 @@ from ergon_framework.connectors.base import (
     Settling,
     Unlisten,
 )
-from ergon_framework.connectors.codec import Codec, decode
+from ergon_framework.connectors.codec import Codec, decode, describe_unread
 from ergon_framework.connectors.deadletters import DeadLetterQuery, DeadLetterRecord, ReplayResult
 from ergon_framework.connectors.encryption import select_codec
 from ergon_framework.connectors.foreign import ForeignCodec
+from ergon_framework.connectors.limits import MAX_FETCH_BYTES, FetchLimits
 from ergon_framework.connectors.nats import api, burials, note
 from ergon_framework.connectors.nats.claim import Claim
 from ergon_framework.connectors.nats.dispatching import HEADERS, Dispatcher
@@ -56,6 +57,8 @@ _log = logging.getLogger(__name__)
 VARIABLE: Final = "ERGON_NATS__URL"
 #: Seconds that what nobody waits for may lie here before it is given back.
 _STRAY: Final = 1.0
+#: How many that were never delivered before it takes to ask for several at once, after one that was.
+_TRUST: Final = 50
 #: Seconds by which clocks may differ before something is said to have come too early.
 _EARLY: Final = 1.0
 #: How many notes are looked at to tell what is delayed from what is in flight.
@@ -82,7 +85,8 @@ class NatsQueue(AsyncConnector):
     may take *timeout* seconds for each answer of the server; a dispatch goes on trying for *patience*.
     *monitor* is the server's monitoring address, by which its durability can be seen. *options* go
     to the client: credentials and TLS for instance. With *erase* acked messages are also erased;
-    None does so where a killed server would bring them back (before 2.10).
+    None does so where a killed server would bring them back (before 2.10). One fetch brings
+    *max_fetch_bytes* at most, and always at least one message.
     """
 
     def __init__(
@@ -100,6 +104,7 @@ class NatsQueue(AsyncConnector):
         monitor: str | None = None,
         options: Mapping[str, Any] | None = None,
         erase: bool | None = None,
+        max_fetch_bytes: int = MAX_FETCH_BYTES,
     ) -> None:
         if not 0 < len(name) <= 200:  # noqa: PLR2004 - as on every broker
             raise ConfigurationError(f"the name of a queue has 1 to 200 characters, not {len(name)}")
@@ -113,6 +118,9 @@ class NatsQueue(AsyncConnector):
         self._lease = lease
         self._codec = select_codec(codec)
         self._timeout = timeout
+        self._limits = FetchLimits(max_fetch_bytes)
+        #: How many more that were never delivered before it takes to ask for several at once again.
+        self._doubts = 0
         self._monitor = monitor
         self._options = dict(options or {})
         self._names = names(name)
@@ -231,6 +239,7 @@ class NatsQueue(AsyncConnector):
             self._buffer,
             owner=self,
             lease=self._lease,
+            max_bytes=self._limits.max_bytes,
             ticker=self._ticker,
             wake=self._arrivals.arrived,
             listened=lambda: self._listening > 0,
@@ -332,6 +341,9 @@ class NatsQueue(AsyncConnector):
 
     # -- fetch ----------------------------------------------------------------------------------------
 
+    def limit_deliveries(self, most: int) -> None:
+        self._limits.raise_deliveries(most)
+
     async def fetch_transactions_async(
         self, batch_size: int, *, wait: float = 0.0, **_extra: Any
     ) -> Sequence[Delivery]:
@@ -342,7 +354,7 @@ class NatsQueue(AsyncConnector):
         while True:
             session = await self._opened()
             if not self._buffer:
-                await session.pulls.ask(batch_size, max(0.0, end - time.monotonic()))
+                await session.pulls.ask(1 if self._doubts else batch_size, max(0.0, end - time.monotonic()))
             if self._closing != closing:
                 return []
             found = await self._fetched(session, batch_size)
@@ -368,11 +380,36 @@ class NatsQueue(AsyncConnector):
         except BaseException:
             buffer.extendleft(reversed(taken))
             raise
-        return [self._delivery(claim) for claim in taken if claim.owner is self]
+        chosen, others = self._choose([claim for claim in taken if claim.owner is self])
+        buffer.extendleft(reversed(others))
+        if chosen and chosen[0].deliveries > 1 and buffer:
+            # What is decoded next may end this process: no other claim is to pay for that with a delivery.
+            spared = list(buffer)
+            buffer.clear()
+            try:
+                await self._give_back(spared, session.line)
+            except BaseException:
+                buffer.extendleft(reversed(chosen))
+                raise
+        return [self._delivery(claim) for claim in chosen]
+
+    def _choose(self, claims: Sequence[Claim]) -> tuple[Sequence[Claim], Sequence[Claim]]:
+        """Return those that are handed out now, and the others: what was delivered before is handed out alone."""
+        suspects = [claim for claim in claims if claim.deliveries > 1]
+        self._doubts = _TRUST if suspects else max(0, self._doubts - len(claims)) if claims else 0
+        if not suspects:
+            return claims, ()
+        fresh = [claim for claim in claims if claim.deliveries <= 1]
+        return (fresh, suspects) if fresh else (suspects[:1], suspects[1:])
 
     def _delivery(self, claim: Claim) -> Delivery:
         message, error = claim.message, None
         headers = message.headers
+        self._held.add(claim)
+        if self._limits.exceeds(claim.deliveries):
+            # It is a dead letter, and decoding it may be what ended the processes before.
+            transaction, _ = describe_unread(len(message.data), headers, source=self._name, limit=None)
+            return Delivery(transaction, claim, claim.deliveries, claim.until)
         try:
             transaction = self._codec.decode(message.data, headers, source=self._name)
         except Exception:  # noqa: BLE001 - whatever it is, the next line tells it
@@ -380,7 +417,6 @@ class NatsQueue(AsyncConnector):
         claim.readable = error is None
         if claim.note is not None and error is None:
             transaction = claim.note.applied(transaction, self._codec)
-        self._held.add(claim)
         return Delivery(transaction, claim, claim.deliveries, claim.until, error)
 
     async def _with_notes(self, line: Line, claims: Sequence[Claim]) -> None:

@@ -8,8 +8,9 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from ergon_framework.audit import MAX_TARGETS
 from ergon_framework.connectors.base import ConnectorError, DeadLetter, Delivery, UndecodableError
-from ergon_framework.connectors.codec import PROGRESS, Codec, decode
+from ergon_framework.connectors.codec import PROGRESS, Codec, decode, describe_unread
 from ergon_framework.connectors.deadletters import (
+    LAST,
     Became,
     DeadLetterQuery,
     DeadLetterRecord,
@@ -35,7 +36,8 @@ _COLUMNS: Final = {
 }
 
 _LIST: Final = """
-select id, transaction_id, reason, extract(epoch from at)::float8, deliveries, readable, failure, headers, body
+select id, transaction_id, reason, extract(epoch from at)::float8, deliveries, readable, failure, headers,
+    case when octet_length(body) <= %(load)s::bigint then body end, octet_length(body)
 from ergon.dead_letter where queue = %(queue)s and id > %(after)s {where} order by id limit %(limit)s
 """
 
@@ -98,20 +100,26 @@ class Row(NamedTuple):
     readable: bool
     failure: str | None
     headers: Any
-    body: bytes
+    #: None where it is larger than the caller loads.
+    body: bytes | None
+    size: int
 
 
 def listed(
-    queue: int, name: str, codec: Codec, query: DeadLetterQuery, *, after: str | None, limit: int
+    queue: int, name: str, codec: Codec, query: DeadLetterQuery, *, after: str | None, limit: int, load: int
 ) -> Operation[Sequence[DeadLetterRecord]]:
-    """One page of the dead letters that *query* means."""
-    rows = yield from found(queue, query, after=after, limit=limit)
+    """One page of the dead letters that *query* means; bodies that the codec refuses, or over *load*, by their size."""
+    most = load if codec.max_bytes is None else min(load, codec.max_bytes)
+    rows = yield from found(queue, query, after=after, limit=limit, load=most)
     return [_record(row, name, codec) for row in rows]
 
 
-def found(queue: int, query: DeadLetterQuery, *, after: str | None, limit: int) -> Operation[list[Row]]:
+def found(
+    queue: int, query: DeadLetterQuery, *, after: str | None, limit: int, load: int = LAST
+) -> Operation[list[Row]]:
     """The same as rows."""
     given: dict[str, Any] = {"queue": queue, "after": 0 if after is None else number(after), "limit": limit}
+    given["load"] = load
     where = ""
     for field, column in _COLUMNS.items():
         wanted = getattr(query, field)
@@ -128,16 +136,20 @@ def found(queue: int, query: DeadLetterQuery, *, after: str | None, limit: int) 
 
 
 def _record(row: Row, name: str, codec: Codec) -> DeadLetterRecord:
-    place, transaction_id, reason, at, deliveries, readable, failure, headers, body = row
+    place, transaction_id, reason, at, deliveries, readable, failure, headers, body, size = row
     headers = texts(headers)
-    transaction, error = decode(codec, body, headers, source=name)
+    if body is None:
+        transaction, error = describe_unread(size, headers, source=name, limit=codec.max_bytes)
+    else:
+        transaction, error = decode(codec, body, headers, source=name)
     if not readable or isinstance(error, UndecodableError):
         transaction = Transaction(transaction_id, body, source=name)
     record = None if failure is None else Failure.model_validate_json(failure)
     letter = DeadLetter(reason, reveal_failure(keys_of(codec), record))
     delivery = Delivery(transaction, place, deliveries)
     kept = None if readable and error is None else headers
-    return DeadLetterRecord.of(delivery, letter, queue=name, at=at, headers=kept, place=str(place))
+    unread = size if body is None else None
+    return DeadLetterRecord.of(delivery, letter, queue=name, at=at, headers=kept, place=str(place), size=unread)
 
 
 def replayed(queue: int, places: Sequence[str]) -> Operation[Sequence[ReplayResult]]:

@@ -14,7 +14,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ergon_framework.connectors.base import Delivery
-from ergon_framework.connectors.codec import Codec, decode
+from ergon_framework.connectors.codec import Codec, decode, describe_unread
+from ergon_framework.connectors.limits import FetchLimits
 from ergon_framework.connectors.postgres import statements
 from ergon_framework.connectors.postgres.headers import texts
 from ergon_framework.connectors.postgres.receipt import Receipt
@@ -24,7 +25,10 @@ if TYPE_CHECKING:
     from ergon_framework.connectors.postgres.tenure import Tenure
 
 #: Places in the row of a claim.
-KEY, RANK, DELIVERIES, HEADERS = 1, 2, 3, 4
+KEY, RANK, DELIVERIES, HEADERS, BODY, ALONE, CUT = 1, 2, 3, 4, 5, 8, 9
+#: As PostgreSQL writes numbers that nothing exceeds: a bigint and an integer.
+_UNLIMITED = 2**63 - 1
+_UNCOUNTED = 2**31 - 1
 #: Seconds between two sweeps while there is work, and how much longer than itself a sweep is put off.
 SWEEP = 1.0
 RARER = 20.0
@@ -46,6 +50,8 @@ class Claiming:
         *,
         name: str,
         inbox: bool,
+        limits: FetchLimits,
+        has_bounds: Callable[[], bool],
         sleeper: int,
         remind: Callable[[float], None],
         clock: Callable[[], float] = time.monotonic,
@@ -54,6 +60,9 @@ class Claiming:
         self._codec = codec
         self._name = name
         self._inbox = inbox
+        self._limits = limits
+        #: Whether the schema has the function that bounds a claim.
+        self._has_bounds = has_bounds
         #: Who sleeps here, to those who send.
         self._sleeper = sleeper
         #: Is told in how many seconds something becomes due.
@@ -111,7 +120,7 @@ class Claiming:
         token = self._tenure.token()
         try:
             given = {"queue": queue, "count": count, "worker": worker, "token": token, "inbox": self._inbox}
-            rows = yield from self._rows(given)
+            rows = yield from self._rows({**given, **self._bounds()})
             found = [self._delivery(row, worker, token, self._tenure.until) for row in rows or ()]
             if self._inbox:
                 yield from self._recognise(queue, found, rows or ())
@@ -128,6 +137,16 @@ class Claiming:
             if self._is_closed:
                 self._tenure.abandon([(worker, token)])
         return found
+
+    def _bounds(self) -> dict[str, Any]:
+        """Return what one claim may load."""
+        largest, last_delivery = self._codec.max_bytes, self._limits.max_deliveries
+        return {
+            "largest": _UNLIMITED if largest is None else largest,
+            "budget": self._limits.max_bytes,
+            "last_delivery": _UNCOUNTED if last_delivery is None else last_delivery,
+            "suspects": True,
+        }
 
     def settled(self, receipts: Iterable[Receipt], emptied: Collection[tuple[int, int]]) -> None:
         """These are in nobody's hands any more; of the claims that are *emptied* nothing is left in the database."""
@@ -154,8 +173,11 @@ class Claiming:
                 return None
             rows += found
             given["count"] = wanted - len(rows)
-            if given["count"] <= 0:
+            given["budget"] -= sum(len(row[BODY] or b"") for row in found)
+            if given["count"] <= 0 or given["budget"] <= 0 or any(row[ALONE] or row[CUT] for row in found):
                 return rows
+            # A suspect is claimed alone, and not beside what is claimed already.
+            given["suspects"] = not rows
         # An answer of nothing has to be true, whatever it costs: it ends a loop that does not stream.
         if not rows or now >= self._swept + self._spared:
             found = yield from self._swept_rows(given)
@@ -172,15 +194,21 @@ class Claiming:
         return found
 
     def _picked(self, given: dict[str, Any]) -> Operation[Rows | None]:
-        rows = yield Query(statements.CLAIM, given)
-        if rows and rows[0][0] < 0:
-            return None
-        self._raise_floors(rows, whole=len(rows) < given["count"])
-        keyed = [row for row in rows if row[DELIVERIES] is None]
-        if not keyed:
-            return rows
-        heads = yield from self._keyed(keyed, given)
-        return sorted([row for row in rows if row[DELIVERIES] is not None] + heads, key=lambda row: row[0])
+        tried = None
+        while True:
+            rows = yield Query(statements.CLAIM if self._has_bounds() else statements.CLAIM_UNBOUNDED, given)
+            if rows and rows[0][0] < 0:
+                return None
+            self._raise_floors(rows, whole=len(rows) < given["count"] and not any(row[CUT] for row in rows))
+            keyed = [row for row in rows if row[DELIVERIES] is None]
+            if not keyed:
+                return rows
+            heads = yield from self._keyed(keyed, given)
+            if heads or not keyed[0][ALONE]:
+                return sorted([row for row in rows if row[DELIVERIES] is not None] + heads, key=lambda row: row[0])
+            # A suspect that is not its key's next one. Others are behind it; the same again is in another's hands.
+            given = {**given, "suspects": keyed[0][0] != tried}
+            tried = keyed[0][0]
 
     def _keyed(self, named: Rows, given: dict[str, Any]) -> Operation[Rows]:
         """Of those with a key, the ones whose turn it is; the others wait aside."""
@@ -236,7 +264,7 @@ class Claiming:
         foreign = {
             delivery.receipt.id: delivery
             for delivery, row in zip(found, rows, strict=True)
-            if delivery.error is None and "ergon-id" not in texts(row[HEADERS])
+            if delivery.error is None and row[BODY] is not None and "ergon-id" not in texts(row[HEADERS])
         }
         if foreign:
             names = [delivery.transaction.id for delivery in foreign.values()]
@@ -247,7 +275,11 @@ class Claiming:
                 foreign[place].done = True
 
     def _delivery(self, row: Sequence[Any], worker: int, token: int, until: float) -> Delivery:
-        place, key, rank, deliveries, headers, body, done = row
-        transaction, error = decode(self._codec, body, texts(headers), source=self._name)
+        place, key, rank, deliveries, headers, body, done, size, *_ = row
+        if body is None:
+            limit = self._codec.max_bytes
+            transaction, error = describe_unread(size, texts(headers), source=self._name, limit=limit)
+        else:
+            transaction, error = decode(self._codec, body, texts(headers), source=self._name)
         receipt = Receipt(place, worker, token, rank, key, error is None)
         return Delivery(transaction, receipt, deliveries, until, error, done)

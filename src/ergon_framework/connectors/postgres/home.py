@@ -42,6 +42,8 @@ class Home:
         self.durability: Durability | None = None
         #: Whether the schema has the length of each lease.
         self.has_leases = False
+        #: Whether claims are bounded: the schema has the function for it.
+        self.has_bounded_claims = False
         self.users = 0
         self._reaped = float("-inf")
         self._strays = time.monotonic()
@@ -57,6 +59,7 @@ class Home:
                 f"the database is at revision {revision or 'none'}, this release needs {NEEDED}; run: ergon db upgrade"
             )
         self.has_leases = suffices(revision, statements.LEASES)
+        self.has_bounded_claims = suffices(revision, statements.BOUNDED)
         self.durability = durability = yield from read_durability(self.lines.hosts)
         level = logging.INFO if durability.durable and not durability.promotion else logging.WARNING
         fields = {"durable": durability.durable, "words": durability.summary}

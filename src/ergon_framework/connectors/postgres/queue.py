@@ -29,6 +29,7 @@ from ergon_framework.connectors.base import (
 from ergon_framework.connectors.codec import Codec
 from ergon_framework.connectors.deadletters import Became, DeadLetterQuery, DeadLetterRecord, ReplayResult
 from ergon_framework.connectors.encryption import select_codec
+from ergon_framework.connectors.limits import MAX_FETCH_BYTES, FetchLimits
 from ergon_framework.connectors.postgres import audit, burials, callers, cleanup, statements, tracing
 from ergon_framework.connectors.postgres.claiming import Claiming
 from ergon_framework.connectors.postgres.dispatching import Dispatch, dispatch
@@ -73,7 +74,8 @@ class PostgresQueue(Connector, AsyncConnector):
     seconds and are renewed as one for the whole process. Transactions with the same key are handed
     out one at a time, in the order of their dispatch. With *inbox*, an acked id is remembered for
     *inbox_days* and not run again. *priority* says how urgent a transaction is: 0 unless told
-    otherwise, the larger the sooner. Dead letters are kept for *dead_days*, None for ever.
+    otherwise, the larger the sooner. Dead letters are kept for *dead_days*, None for ever. One fetch
+    loads bodies of *max_fetch_bytes* at most, and always at least one.
     """
 
     writes_audit = True  # in the transaction of the action
@@ -89,6 +91,7 @@ class PostgresQueue(Connector, AsyncConnector):
         inbox_days: float = 30.0,
         dead_days: float | None = None,
         priority: Callable[[Transaction], int] | None = None,
+        max_fetch_bytes: int = MAX_FETCH_BYTES,
     ) -> None:
         if not 0 < len(name) <= 200:  # noqa: PLR2004 - as the table says
             raise ConfigurationError(f"the name of a queue has 1 to 200 characters, not {len(name)}")
@@ -102,6 +105,7 @@ class PostgresQueue(Connector, AsyncConnector):
         self._inbox_days = inbox_days
         self._dead_days = dead_days
         self._priority = priority
+        self._limits = FetchLimits(max_fetch_bytes)
         self._lock = threading.Lock()
         self._arrivals = Arrivals()
         self._home: Home | None = None
@@ -155,12 +159,14 @@ class PostgresQueue(Connector, AsyncConnector):
         with self._lock:
             self._after_fork()
             if self._home is None:
-                self._home = home_of(self._address(), self._lease)
+                self._home = home = home_of(self._address(), self._lease)
                 self._claiming = Claiming(
                     self._home.tenure,
                     self._codec,
                     name=self._name,
                     inbox=self._inbox,
+                    limits=self._limits,
+                    has_bounds=lambda: home.has_bounded_claims,
                     sleeper=self._home.doorbell.sleeper,
                     remind=self._remind,
                 )
@@ -278,6 +284,9 @@ class PostgresQueue(Connector, AsyncConnector):
             home.doorbell.remind(number, max(0.0, seconds))
 
     # -- fetch ------------------------------------------------------------------------------------------
+
+    def limit_deliveries(self, most: int) -> None:
+        self._limits.raise_deliveries(most)
 
     def fetch_transactions(self, batch_size: int, *, wait: float = 0.0, **_extra: Any) -> Sequence[Delivery]:
         """What is ready: what came back first, then by priority and age."""
@@ -578,7 +587,11 @@ class PostgresQueue(Connector, AsyncConnector):
         self, home: Home, query: DeadLetterQuery, *, after: str | None, limit: int
     ) -> Operation[Sequence[DeadLetterRecord]]:
         number = yield from self._opened(home)
-        return (yield from burials.listed(number, self._name, self._codec, query, after=after, limit=limit))
+        return (
+            yield from burials.listed(
+                number, self._name, self._codec, query, after=after, limit=limit, load=self._limits.max_bytes
+            )
+        )
 
     def replay_dead(self, places: Sequence[str]) -> Sequence[ReplayResult]:
         replayed = self._run(lambda home: self._replayed(home, places))

@@ -165,10 +165,21 @@ on conflict (id) do nothing
 
 #: The function is part of the schema: between its statements it has to look again, and that is one journey so.
 CLAIM: Final = """
-select * from ergon.claim(
+select * from ergon.claim_bounded(
+    %(queue)s::integer, %(count)s::integer, %(worker)s::bigint, %(token)s::bigint, %(rank)s::smallint,
+    %(floor)s::bigint, %(inbox)s::boolean, %(largest)s::bigint, %(budget)s::bigint, %(last_delivery)s::integer,
+    %(suspects)s::boolean
+)
+"""
+
+#: The revision that adds that function.
+BOUNDED: Final = "0016"
+#: The same on an older schema: nothing bounds it.
+CLAIM_UNBOUNDED: Final = """
+select c.*, octet_length(c.body), false, false from ergon.claim(
     %(queue)s::integer, %(count)s::integer, %(worker)s::bigint, %(token)s::bigint, %(rank)s::smallint,
     %(floor)s::bigint, %(inbox)s::boolean
-)
+) as c
 """
 
 #: Which of these keys nobody else is looking at; held to the end of the transaction.
@@ -246,15 +257,19 @@ hold as (
         high = greatest(h.high, excluded.high),
         ids = h.ids || excluded.ids, ranks = h.ranks || excluded.ranks
 )
-select m.id, m.key, m.rank, 1, m.headers, m.body, %(inbox)s and (
+select m.id, m.key, m.rank, 1, m.headers,
+    case when octet_length(m.body) <= %(largest)s::bigint then m.body end, %(inbox)s and (
     select i.queue from ergon.inbox i where i.queue = %(queue)s and i.transaction_id = m.transaction_id
-) is not null from taken t, lateral (
+) is not null, octet_length(m.body), false, false from taken t, lateral (
     select p.* from ergon.ready p where p.queue = %(queue)s and p.rank = t.rank and p.id = t.id limit 1
 ) as m
 union all
-select m.id, m.key, null, m.deliveries + 1, m.headers, m.body, %(inbox)s and (
+select m.id, m.key, null, m.deliveries + 1, m.headers, case
+        when octet_length(m.body) <= %(largest)s::bigint and m.deliveries < %(last_delivery)s::integer then m.body
+    end, %(inbox)s and (
     select i.queue from ergon.inbox i where i.queue = %(queue)s and i.transaction_id = m.transaction_id
-) is not null from taken t, lateral (select c.* from ergon.content c where c.id = t.id limit 1) as m
+) is not null, octet_length(m.body), m.deliveries > 0, false
+from taken t, lateral (select c.* from ergon.content c where c.id = t.id limit 1) as m
 where t.rank is null
 order by 1
 """.format(moved=_moved("aside"))

@@ -26,6 +26,7 @@ from pika.compat import long
 from pika.exceptions import AMQPError
 from pika.spec import Basic
 
+from ergon_framework.connectors.rabbitmq.fields import BodyRule
 from ergon_framework.connectors.rabbitmq.line import Channel, Connection, Refused
 from ergon_framework.connectors.rabbitmq.message import Message, Receipt
 from ergon_framework.connectors.rabbitmq.sharing import Shared, heeded
@@ -62,6 +63,8 @@ class Consumer:
         connection: Connection,
         *,
         prepare: Callable[[], Awaitable[None]],
+        leaves_out: BodyRule,
+        max_bytes: int,
         arrived: Callable[[], None],
         lost: Callable[[Sequence[Receipt]], None],
         give_back: Callable[[Sequence[Message]], Awaitable[None]],
@@ -69,6 +72,11 @@ class Consumer:
         self._queue = queue
         self._connection = connection
         self._prepare = prepare
+        self._leaves_out = leaves_out
+        #: Bytes of bodies that one fetch may bring, and that the server may have pushed.
+        self._max_bytes = max_bytes
+        #: Bytes of bodies that were pushed or got and are not settled.
+        self._held_bytes = 0
         self._arrived = arrived
         self._lost = lost
         self._give_back = give_back
@@ -116,11 +124,19 @@ class Consumer:
     # -- taking -------------------------------------------------------------------------------------
 
     def take(self, most: int) -> list[Message]:
-        """At most so many of what came; from any thread."""
+        """At most so many of what came; from any thread. What came back before is taken alone."""
         found: list[Message] = []
+        size = 0
         with suppress(IndexError):
             while len(found) < most and not self._leaves:
-                found.append(self.waiting.popleft())
+                message = self.waiting.popleft()
+                size += len(message.body)
+                if found and (message.deliveries > 1 or size > self._max_bytes):
+                    self.waiting.appendleft(message)
+                    break
+                found.append(message)
+                if message.deliveries > 1:
+                    break
         return found
 
     @property
@@ -189,12 +205,18 @@ class Consumer:
         elif message.deliveries > 1:
             self._suspect = message
             self._be_careful()
+        elif self._held_bytes > self._max_bytes and len(self._unacked) > 1:
+            self._surplus.append(message)
+            self._be_careful()
         else:
             self._offer(message)
 
     def _note(self, message: Message) -> None:
         self._unacked[message.receipt.tag] = message
-        self._doubts = _TRUST if message.deliveries > 1 else self._doubts - 1
+        self._held_bytes += len(message.body)
+        # A large one is likely to be followed by others, and pushed ones cannot be told to stop at a number of bytes.
+        doubted = message.deliveries > 1 or len(message.body) * _AT_ONCE > self._max_bytes
+        self._doubts = _TRUST if doubted else self._doubts - 1
 
     def _offer(self, message: Message) -> None:
         """It can be taken."""
@@ -269,7 +291,7 @@ class Consumer:
         async with self._getting:
             # Whoever is handed out next may be the one that ends this process; nobody else is to pay for it.
             await self._calmed()
-            while self._careful and not self._leaves and len(self.waiting) < min(most, _AT_ONCE):
+            while self._careful and not self._leaves and self._may_get(most):
                 channel = await self._opened()
                 async with self._connection.answering("get a message"):
                     try:
@@ -284,6 +306,13 @@ class Consumer:
                 self._careful = self._doubts > 0 or self._is_calming
                 if not got:
                     return
+
+    def _may_get(self, most: int) -> bool:
+        """Whether one more fits beside those that wait; what came back before is handed out alone."""
+        waiting = list(self.waiting)
+        if len(waiting) >= min(most, _AT_ONCE) or any(message.deliveries > 1 for message in waiting):
+            return False
+        return sum(len(message.body) for message in waiting) < self._max_bytes
 
     def _getter(self, channel: Channel) -> Callable[[Callable[[Any], None]], None]:
         """Asks for one, and tells whether it came."""
@@ -319,6 +348,7 @@ class Consumer:
                 self.number = number = next(_numbers)
                 self._channel, self._careful, self._doubts, self._room, self._consumers = channel, True, 1, 0, []
                 self._asker, self._acks = "", 0
+                channel.leave_out(self._leaves_out)
                 channel.when_closed(lambda _: self._closed(number))
                 channel.raw.add_on_cancel_callback(lambda _: self._cancelled(channel))
                 channel.raw.add_callback(lambda _: self._empty(), [Basic.GetEmpty], one_shot=False)
@@ -339,6 +369,7 @@ class Consumer:
         self._surplus.clear()
         self._suspect = None
         self._unacked.clear()
+        self._held_bytes = 0
         self._got.clear()
         self._leaving.clear()
         if self._bell is not None and not self._bell.done():
@@ -421,14 +452,33 @@ class Consumer:
                 if tag > last:
                     channel.raw.basic_ack(tag)
                     self._acks += 1
-                del self._unacked[tag]
-                self._leaving.discard(tag)
-                self._got.discard(tag)
+                self._forget(tag)
         except AMQPError:
             return False
         if self._careful and not self._unacked:
             self._arrived()  # nobody is told of what comes while messages are got one by one
         return True
+
+    def reject(self, messages: Sequence[Message], *, requeue: bool) -> bool:
+        """Have the server dead-letter them, or put them back, which costs a delivery; False as above."""
+        channel = self._channel
+        if not messages:
+            return True
+        if channel is None or not channel.is_open or any(each.receipt.channel != self.number for each in messages):
+            return False
+        try:
+            for message in messages:
+                channel.raw.basic_reject(message.receipt.tag, requeue=requeue)
+                self._acks += 1
+                self._forget(message.receipt.tag)
+        except AMQPError:
+            return False
+        return True
+
+    def _forget(self, tag: int) -> None:
+        self._held_bytes -= len(self._unacked.pop(tag).body)
+        self._leaving.discard(tag)
+        self._got.discard(tag)
 
     async def _count(self) -> int:
         channel = self._living()

@@ -1,14 +1,15 @@
-"""Fields: read and write message headers that pika cannot decode or would change.
+"""Fields: read and write message headers that pika cannot decode or would change, and leave out bodies.
 
 pika ends the connection at a timestamp beyond the year 9999, and reads a floating-point header as an integer. Other
-programs write both, so this module reads the frames that carry such properties.
+programs write both, so this module reads the frames that carry such properties. The size of a body is in the same
+frame: a body that the channel refuses is dropped frame by frame as it arrives, and never held as a whole.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Callable, Mapping
+from typing import Any, Final, TypeAlias
 
 from pika import BasicProperties, SelectConnection, data, frame
 from pika.adapters.asyncio_connection import AsyncioConnection
@@ -23,6 +24,10 @@ _HEADER_FRAME: Final = 2
 _FLAG_BYTES: Final = 2
 
 
+#: Whether the body of a message is left out, from its properties and the bytes of the body.
+BodyRule: TypeAlias = Callable[[BasicProperties, int], bool]
+
+
 class Timestamp(int):
     """Seconds since the epoch of a timestamp that a datetime cannot hold."""
 
@@ -32,6 +37,8 @@ class Properties(BasicProperties):  # type: ignore[misc]  # pika comes without t
 
     #: Why the client cannot decode the headers; empty where it can.
     problem: str = ""
+    #: Bytes of a body that was left out; None where it was not.
+    unread: int | None = None
 
     def encode(self) -> list[bytes]:
         """Encode as the base class does, and headers as they were decoded here."""
@@ -128,8 +135,36 @@ class _FaithfulReading:
     """Override how a connection reads frames: a private method of pika, whose version is capped and tested."""
 
     _frame_buffer: bytes
+    _trim_frame_buffer: Callable[[int], None]
+
+    def leave_out(self, channel: int, rule: BodyRule) -> None:
+        """Drop the bodies of messages on *channel* that *rule* names; such a message arrives without its body."""
+        vars(self).setdefault("_rules", {})[channel] = rule
 
     def _read_frame(self) -> tuple[int, Any]:
+        left: dict[int, int] = vars(self).setdefault("_bytes_to_drop", {})
+        while True:
+            size, found = self._read_any_frame()
+            if type(found) is frame.Header:
+                return size, self._apply_rule(found, left)
+            if type(found) is not frame.Body or not left.get(found.channel_number):
+                return size, found
+            left[found.channel_number] -= len(found.fragment)
+            self._trim_frame_buffer(size)
+            if not self._frame_buffer:
+                return 0, None
+
+    def _apply_rule(self, header: frame.Header, left: dict[int, int]) -> frame.Header:
+        """Return *header* with no body to follow where the rule of its channel leaves it out."""
+        channel, size = header.channel_number, header.body_size
+        rule: BodyRule | None = vars(self).get("_rules", {}).get(channel)
+        left[channel] = size if rule is not None and rule(header.properties, size) else 0
+        if not left[channel]:
+            return header
+        header.properties.unread = size
+        return frame.Header(channel, 0, header.properties)
+
+    def _read_any_frame(self) -> tuple[int, Any]:
         buffer = self._frame_buffer
         try:
             size, found = frame.decode_frame(buffer)

@@ -17,20 +17,23 @@ import pika
 from pika.adapters.blocking_connection import BlockingChannel
 from pika.exceptions import AMQPError, ChannelClosedByBroker, NackError, UnroutableError
 
-from ergon_framework.connectors.base import DeadLetter, Delivery
-from ergon_framework.connectors.codec import Codec, UnencodableError
+from ergon_framework.connectors.base import DeadLetter, Delivery, MissingKeyError, UndecodableError
+from ergon_framework.connectors.codec import Codec, UnencodableError, decode
 from ergon_framework.connectors.deadletters import Became, DeadLetterQuery, DeadLetterRecord, ReplayResult
 from ergon_framework.connectors.encryption import hide_record, reveal_record
 from ergon_framework.connectors.rabbitmq import topology
 from ergon_framework.connectors.rabbitmq.fields import FaithfulSelectConnection
 from ergon_framework.connectors.rabbitmq.message import Message, Outgoing, Receipt, fresh
 from ergon_framework.errors import ConnectionLost
+from ergon_framework.failure import Failure
 from ergon_framework.transaction import Transaction
 
 #: Marks a message whose body is a record; one without it was put aside by the server itself.
 _MARK: Final = "ergon-dead"
-#: Why the server puts a message aside by itself, as our records say it.
-_LIMIT: Final = "delivery_limit"
+#: Why the server puts a message aside that a worker has refused.
+_REJECTED: Final = "rejected"
+#: The reason of what had its last delivery, as the loop says it.
+_REFUSED: Final = "max_deliveries"
 _LOCKED: Final = 405
 #: Seconds between two looks whether somebody else is done.
 _PAUSE: Final = 0.02
@@ -39,7 +42,8 @@ _numbers = itertools.count()
 
 def buried(queue: str, delivery: Delivery, how: DeadLetter, *, headers: dict[str, str], codec: Codec) -> Outgoing:
     """The record of *delivery* as a message."""
-    own = None if delivery.error is None else headers
+    # A body that was not decoded goes with the headers that are needed to decode it.
+    own = headers if delivery.error is not None or isinstance(delivery.transaction.payload, bytes) else None
     at = time.time()
     whole = DeadLetterRecord.of(delivery, how, queue=queue, at=at, headers=own, place=_place(at))
     record = hide_record(codec, whole)
@@ -61,6 +65,26 @@ def _place(at: float) -> str:
     return f"{int(at * 1_000_000):017d}-{os.getpid():x}-{next(_numbers):x}-{os.urandom(4).hex()}"
 
 
+def _failure(delivery: Delivery, error: UndecodableError | MissingKeyError, at: float) -> Failure:
+    """Return the failure record of a message that was put aside without its body, and so without a record."""
+    transaction = delivery.transaction
+    return Failure(
+        task_name="",
+        transaction_id=transaction.id,
+        source=transaction.source,
+        tenant_id=transaction.tenant,
+        correlation_id=transaction.correlation or transaction.id,
+        idempotency_key=transaction.id,
+        reason_code=error.code,
+        error_type=type(error).__name__,
+        error_message=str(error),
+        attempts=transaction.attempts,
+        occurred_at=at,
+        category=error.category,
+        final=True,
+    )
+
+
 class Graves:
     """The dead letters of one queue, over a connection that lives as long as one call."""
 
@@ -73,6 +97,7 @@ class Graves:
         trust: Callable[[], None],
         timeout: float,
         days: float | None,
+        load: int,
     ) -> None:
         self._queue = queue
         self._codec = codec
@@ -81,6 +106,8 @@ class Graves:
         self._trust = trust
         self._timeout = timeout
         self._arguments = topology.dead_arguments(days)
+        #: Bytes of the largest dead letter that is loaded.
+        self._load = load
 
     def listed(self, query: DeadLetterQuery, *, after: str | None, limit: int) -> list[DeadLetterRecord]:
         """One page, the oldest first."""
@@ -118,6 +145,9 @@ class Graves:
         return [results.pop(place, ReplayResult(place, Became.GONE)) for place in places]
 
     def _replay(self, channel: BlockingChannel, message: Message, record: DeadLetterRecord) -> ReplayResult:
+        if message.unread is not None:
+            words = f"its body of {message.unread} bytes is over the limit; raise max_bytes of the codec"
+            return ReplayResult(record.place, Became.FAILED, f"{words} and max_fetch_bytes of the queue")
         return self._send(channel, record, lambda: self._original(message, record))
 
     def _send(
@@ -161,10 +191,18 @@ class Graves:
             message = _taken(channel, name) if left > 0 else None
             left -= 1
 
+    def _leaves_out(self, properties: pika.BasicProperties, size: int) -> bool:
+        """Whether a dead letter of *size* bytes is shown without its body; a record has its bytes in base64."""
+        if _MARK in (properties.headers or {}):
+            return size > 2 * self._load
+        most = self._codec.max_bytes
+        return size > self._load or (most is not None and size > most)
+
     def _record(self, message: Message) -> DeadLetterRecord:
-        if _MARK in message.table:
+        if _MARK in message.table and message.unread is None:
             try:
-                return reveal_record(self._codec, DeadLetterRecord.model_validate_json(message.body))
+                record = reveal_record(self._codec, DeadLetterRecord.model_validate_json(message.body))
+                return self._decoded(record)
             except ValueError:
                 pass  # somebody else's, with our mark: it is shown as what it is
         deaths: Any = message.table.get("x-death")
@@ -177,15 +215,30 @@ class Graves:
         delivery = Delivery(transaction, message.receipt, message.deliveries, None, error)
         # Without a time of its own it is shown with that of the look, which must not be part of its place.
         place = f"{int((stated or 0) * 1_000_000):017d}-{transaction.id[:64]}"
+        if _MARK in message.table and message.properties.message_id:
+            place = message.properties.message_id
         reason = str(message.table.get("x-first-death-reason") or "unknown")
+        if reason == _REJECTED:
+            # What a worker has rejected without its body: by its size, or after its last delivery.
+            reason = _REFUSED if error is None else error.code
         return DeadLetterRecord.of(
             delivery,
-            DeadLetter(_LIMIT if reason == _LIMIT else reason),
+            DeadLetter(reason, None if error is None or message.unread is None else _failure(delivery, error, at)),
             queue=self._queue,
             at=at,
             headers=None if error is None else headers,
             place=place,
+            size=message.unread,
         )
+
+    def _decoded(self, record: DeadLetterRecord) -> DeadLetterRecord:
+        """Return *record* with the payload of a body that the worker did not decode, where it can be decoded."""
+        if record.raw is None or not record.headers or record.reason != _REFUSED:
+            return record
+        transaction, error = decode(self._codec, record.raw, record.headers, source=self._queue)
+        if error is not None:
+            return record
+        return record.model_copy(update={"payload": transaction.payload, "raw": None, "headers": {}})
 
     # -- having them to oneself --------------------------------------------------------------------------
 
@@ -195,7 +248,9 @@ class Graves:
             connection = pika.BlockingConnection(self._connect(), _impl_class=FaithfulSelectConnection)
             try:
                 self._locked(connection)
-                yield connection.channel()
+                channel = connection.channel()
+                connection._impl.leave_out(channel.channel_number, self._leaves_out)  # noqa: SLF001 - as _impl_class
+                yield channel
             finally:
                 if connection.is_open:
                     connection.close()

@@ -23,7 +23,7 @@ from pika.exceptions import AMQPError, ChannelClosedByBroker, ProbableAccessDeni
 from ergon_framework.connectors.base import ConnectorError
 from ergon_framework.connectors.rabbitmq.address import parameters
 from ergon_framework.connectors.rabbitmq.durability import Durability, judged
-from ergon_framework.connectors.rabbitmq.fields import FaithfulAsyncioConnection
+from ergon_framework.connectors.rabbitmq.fields import BodyRule, FaithfulAsyncioConnection
 from ergon_framework.errors import ConfigurationError, ConnectionLost
 from ergon_framework.telemetry import logs
 
@@ -61,6 +61,10 @@ class Channel:
     @property
     def is_open(self) -> bool:
         return self.reason is None and bool(self.raw.is_open)
+
+    def leave_out(self, rule: BodyRule) -> None:
+        """Have messages arrive without the bodies that *rule* names."""
+        self.raw.connection.leave_out(self.raw.channel_number, rule)
 
     def when_closed(self, tell: Callable[[Exception], None]) -> None:
         self._closed.append(tell)

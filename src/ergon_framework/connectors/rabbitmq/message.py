@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 from pika import BasicProperties
 
 from ergon_framework.connectors.base import UndecodableError
-from ergon_framework.connectors.codec import PROGRESS, WIRE, Codec, Decoded, decode
+from ergon_framework.connectors.codec import PROGRESS, WIRE, Codec, Decoded, decode, describe_unread
 from ergon_framework.connectors.rabbitmq.fields import Properties, Timestamp
 
 #: The headers of an envelope.
@@ -58,6 +58,11 @@ class Message:
         self.seen = time.time()
 
     @property
+    def unread(self) -> int | None:
+        """Bytes of a body that was left out; None where it is here."""
+        return getattr(self.properties, "unread", None)
+
+    @property
     def table(self) -> Mapping[str, Any]:
         return self.properties.headers or {}
 
@@ -77,6 +82,8 @@ class Message:
 
     def decode(self, codec: Codec, *, source: str) -> Decoded:
         """Read the transaction; it is undecodable if the headers are, also with a valid body."""
+        if self.unread is not None:
+            return describe_unread(self.unread, self.headers, source=source, limit=codec.max_bytes)
         decoded = decode(codec, self.body, self.headers, source=source)
         if not self.problem:
             return decoded
@@ -86,8 +93,7 @@ class Message:
     @property
     def deliveries(self) -> int:
         """How often it was handed out, this time included."""
-        counted = self.table.get(_COUNT, 0)
-        return _number(self.table.get(DELIVERED)) + (counted if isinstance(counted, int) else 0) + 1
+        return count_deliveries(self.properties)
 
     @property
     def since(self) -> float:
@@ -123,6 +129,13 @@ def fresh(queue: str, body: bytes, headers: Mapping[str, str], *, since: float) 
     table = {**kept, SINCE: f"{since:.3f}"}
     name = headers.get("ergon-id", "")[:_SHORT] or None
     return Outgoing(queue, body, BasicProperties(headers=table, delivery_mode=2, message_id=name))
+
+
+def count_deliveries(properties: BasicProperties) -> int:
+    """Return how often the message of *properties* was handed out, this time included."""
+    table: Mapping[str, Any] = properties.headers or {}
+    counted = table.get(_COUNT, 0)
+    return _number(table.get(DELIVERED)) + (counted if isinstance(counted, int) else 0) + 1
 
 
 def _is_added(name: str | bytes) -> bool:

@@ -27,16 +27,17 @@ from ergon_framework.connectors.base import (
     Settling,
     Unlisten,
 )
-from ergon_framework.connectors.codec import Codec
+from ergon_framework.connectors.codec import MAX_BYTES, Codec, describe_unread
 from ergon_framework.connectors.daemons import Daemons
 from ergon_framework.connectors.deadletters import DeadLetterQuery, DeadLetterRecord, ReplayResult
 from ergon_framework.connectors.encryption import select_codec
+from ergon_framework.connectors.limits import MAX_FETCH_BYTES, FetchLimits
 from ergon_framework.connectors.outage import public_address
 from ergon_framework.connectors.rabbitmq.address import VARIABLE, parameters
 from ergon_framework.connectors.rabbitmq.examining import examined
 from ergon_framework.connectors.rabbitmq.graves import Graves
 from ergon_framework.connectors.rabbitmq.line import Line, leave, line_to
-from ergon_framework.connectors.rabbitmq.message import Message, fresh
+from ergon_framework.connectors.rabbitmq.message import Message, count_deliveries, fresh
 from ergon_framework.connectors.rabbitmq.station import Station
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.finding import Finding, Wall
@@ -56,7 +57,8 @@ class RabbitMQQueue(Connector, AsyncConnector):
 
     The address is *url*, or the environment's ``ERGON_RABBITMQ__URL``. A claim holds as long as the connection, but no
     longer than the server's *consumer_timeout*, which it does not tell: give here what it is set to. Dead letters are
-    kept for *dead_days*, None for ever. A server that does not answer for *timeout* seconds is taken for gone.
+    kept for *dead_days*, None for ever. A server that does not answer for *timeout* seconds is taken for gone. One
+    fetch loads bodies of *max_fetch_bytes* at most, and always at least one.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class RabbitMQQueue(Connector, AsyncConnector):
         dead_days: float | None = None,
         consumer_timeout: float = 1800.0,
         timeout: float = 10.0,
+        max_fetch_bytes: int = MAX_FETCH_BYTES,
     ) -> None:
         if not 0 < len(name.encode()) <= _LONGEST:
             raise ConfigurationError(f"the name of a queue has 1 to {_LONGEST} bytes, not {len(name.encode())}")
@@ -82,6 +85,7 @@ class RabbitMQQueue(Connector, AsyncConnector):
         self._dead_days = dead_days
         self._consumer_timeout = consumer_timeout
         self._timeout = timeout
+        self._limits = FetchLimits(max_fetch_bytes)
         self._lock = threading.Lock()
         self._arrivals = Arrivals()
         self._line: Line | None = None
@@ -94,6 +98,7 @@ class RabbitMQQueue(Connector, AsyncConnector):
             trust=lambda: self._run(lambda station: station.trust()),
             timeout=timeout,
             days=dead_days,
+            load=max_fetch_bytes,
         )
         self._threads = Daemons(f"ergon-{name}-dead", size=_THREADS)
 
@@ -157,6 +162,8 @@ class RabbitMQQueue(Connector, AsyncConnector):
                     self._line,
                     codec=self._codec,
                     dead_days=self._dead_days,
+                    leaves_out=self._leaves_out,
+                    max_bytes=self._limits.max_bytes,
                     arrived=self._arrivals.arrived,
                     lost=self._arrivals.lost,
                 )
@@ -207,6 +214,16 @@ class RabbitMQQueue(Connector, AsyncConnector):
     def listen(self, listener: Listener) -> Unlisten:
         return self._arrivals.listen(listener)
 
+    def limit_deliveries(self, most: int) -> None:
+        self._limits.raise_deliveries(most)
+
+    def _leaves_out(self, properties: pika.BasicProperties, size: int) -> bool:
+        """Whether a body of *size* bytes is not loaded."""
+        most = self._codec.max_bytes
+        if most is not None and size > most:
+            return True
+        return size > MAX_BYTES and self._limits.exceeds(count_deliveries(properties))
+
     def fetch_transactions(self, batch_size: int, *, wait: float = 0.0, **_extra: Any) -> Sequence[Delivery]:
         """What is ready, the oldest first."""
         if batch_size < 1:
@@ -232,7 +249,12 @@ class RabbitMQQueue(Connector, AsyncConnector):
         return [self._delivery(message) for message in found]
 
     def _delivery(self, message: Message) -> Delivery:
-        transaction, error = message.decode(self._codec, source=self._name)
+        if message.unread is None and self._limits.exceeds(message.deliveries):
+            # It is a dead letter, and decoding it may be what ended the processes before.
+            transaction, error = describe_unread(len(message.body), message.headers, source=self._name, limit=None)
+            transaction = transaction.replace(payload=message.body)
+        else:
+            transaction, error = message.decode(self._codec, source=self._name)
         return Delivery(transaction, message.receipt, message.deliveries, None, error)
 
     # -- settle -----------------------------------------------------------------------------------------

@@ -50,12 +50,16 @@ class Settler:
         number = self._consumer.number
         ending: list[tuple[int, Message]] = []
         living: list[tuple[int, Message, Outgoing]] = []
+        unread: dict[bool, list[tuple[int, Message]]] = {True: [], False: []}
         for index, (delivery, how) in enumerate(settlings):
             message = self._consumer.leave(delivery.receipt)
             if message is None:
                 results[index] = LOST
             elif type(how) is Ack:
                 ending.append((index, message))
+            elif message.unread is not None and type(how) in (DeadLetter, Release):
+                # Its body is not here to be published: the server moves it.
+                unread[type(how) is Release].append((index, message))
             else:
                 outgoing = self._outgoing(delivery, how, message)
                 if outgoing is None:
@@ -64,6 +68,9 @@ class Settler:
                     living.append((index, message, outgoing))
         # What ends need not wait for what lives on.
         acked = self._consumer.ack([message for _, message in ending])
+        for requeue, placed in unread.items():
+            acked = self._consumer.reject([message for _, message in placed], requeue=requeue) and acked
+            ending += placed
         published = await self._published(living)
         acked = self._consumer.ack([message for _, message in published]) and acked
         ending += published
@@ -79,6 +86,8 @@ class Settler:
     async def give_back(self, messages: Sequence[Message]) -> None:
         """Release what was never handed out."""
         kept = [message for message in messages if self._consumer.leave(message.receipt) is not None]
+        self._consumer.reject([message for message in kept if message.unread is not None], requeue=True)
+        kept = [message for message in kept if message.unread is None]
         living = [(0, message, _released(self._queue, message)) for message in kept]
         done = {id(message) for _, message in await self._published(living)}
         self._consumer.ack([message for message in kept if id(message) in done])
@@ -109,6 +118,8 @@ class Settler:
 
     def _outgoing(self, delivery: Delivery, how: Settlement, message: Message) -> Outgoing | None:
         """What is published in its place; None for what cannot be."""
+        if message.unread is not None:
+            return None
         match how:
             case Release():
                 return _released(self._queue, message)

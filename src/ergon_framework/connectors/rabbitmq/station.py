@@ -12,6 +12,7 @@ from ergon_framework.connectors.codec import Codec
 from ergon_framework.connectors.rabbitmq import topology
 from ergon_framework.connectors.rabbitmq.consumer import Consumer
 from ergon_framework.connectors.rabbitmq.declaring import Declarer
+from ergon_framework.connectors.rabbitmq.fields import BodyRule
 from ergon_framework.connectors.rabbitmq.line import Line
 from ergon_framework.connectors.rabbitmq.message import Message, Outgoing
 from ergon_framework.connectors.rabbitmq.sending import Sender
@@ -29,6 +30,8 @@ class Station:
         *,
         codec: Codec,
         dead_days: float | None,
+        leaves_out: BodyRule,
+        max_bytes: int,
         arrived: Callable[[], None],
         lost: Callable[[Sequence[Any]], None],
     ) -> None:
@@ -40,6 +43,8 @@ class Station:
             queue,
             line.takes,
             prepare=self.open,
+            leaves_out=leaves_out,
+            max_bytes=max_bytes,
             arrived=arrived,
             lost=lost,
             give_back=self._give_back,

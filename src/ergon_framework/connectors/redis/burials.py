@@ -42,21 +42,24 @@ def said(delivery: Delivery, letter: DeadLetter, codec: Codec) -> str:
 
 
 def listed(
-    keys: Keys, messages: Messages, name: str, query: DeadLetterQuery, *, after: str | None, limit: int
+    keys: Keys, messages: Messages, name: str, query: DeadLetterQuery, *, after: str | None, limit: int, load: int
 ) -> Operation[Sequence[DeadLetterRecord]]:
-    """One page of the dead letters that *query* means."""
+    """One page of the dead letters that *query* means; bodies that the codec refuses, or over *load*, by their size."""
     if after is not None and not _PLACE(after):
         raise ConnectorError(f"{after[:20]!r} is no place of a dead letter here; give one that was listed")
     # A place begins with the moment at which it was given, so that the times of a query are bounds.
     behind = _moment(query.since) if after is None else f"({after}"
     found: list[DeadLetterRecord] = []
+    largest = min(load, messages.largest)
     while len(found) < limit:
-        entries = yield ("XRANGE", keys.dead, behind, _until(query), "COUNT", max(_AT_ONCE, limit))
+        entries = yield from scripts.LIST.run(
+            (keys.dead,), behind, _until(query), _AT_ONCE, messages.body, largest, load
+        )
         for entry in entries:
             record = _record(entry, messages, name)
             if query.matches(record) and len(found) < limit:
                 found.append(record)
-        if len(entries) < max(_AT_ONCE, limit):
+        if not entries:
             break
         behind = f"({entries[-1][0].decode()}"
     return found
@@ -73,7 +76,7 @@ def _until(query: DeadLetterQuery) -> str:
 
 
 def _record(entry: Sequence[Any], messages: Messages, name: str) -> DeadLetterRecord:
-    place, fields = entry[0].decode(), entry[1]
+    place, fields, size = entry[0].decode(), entry[1], entry[2]
     about: dict[str, str] = {}
     own: list[bytes] = []
     pairs = iter(fields)
@@ -84,10 +87,10 @@ def _record(entry: Sequence[Any], messages: Messages, name: str) -> DeadLetterRe
         else:
             own += (field, value)
     body, headers = messages.split(own)
-    transaction, error = messages.read(body, headers)
+    transaction, error = messages.read(body, headers) if size < 0 else messages.describe(size, headers)
     readable = error is None and about.get("readable") != "0"
     if not readable and not isinstance(error, MissingKeyError):
-        transaction = Transaction(about.get("id") or transaction.id, body, source=name)
+        transaction = Transaction(about.get("id") or transaction.id, body if size < 0 else None, source=name)
     failure = None if "failure" not in about else Failure.model_validate_json(about["failure"])
     letter = DeadLetter(about.get("reason", ""), reveal_failure(keys_of(messages.codec), failure))
     return DeadLetterRecord.of(
@@ -97,6 +100,7 @@ def _record(entry: Sequence[Any], messages: Messages, name: str) -> DeadLetterRe
         at=int(place.partition("-")[0]) / 1000,
         headers=None if readable else headers,
         place=place,
+        size=None if size < 0 else size,
     )
 
 

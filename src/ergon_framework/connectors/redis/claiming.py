@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from ergon_framework.connectors.base import Delivery, Release, Settling
+from ergon_framework.connectors.limits import FetchLimits
 from ergon_framework.connectors.redis import scripts
 from ergon_framework.connectors.redis.doorbell import Seen
 from ergon_framework.connectors.redis.keys import Keys
@@ -33,6 +34,8 @@ _MOST: Final = 1_000
 #: Seconds between two looks for what a fetch took whose answer never came, and how much is looked through.
 _DISOWN: Final = 1.0
 _HANDS: Final = 10_000
+#: More deliveries than any message has.
+_UNCOUNTED: Final = 2**31
 
 
 class Claiming:
@@ -45,12 +48,14 @@ class Claiming:
         *,
         consumer: str,
         lease: float,
+        limits: FetchLimits,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._keys = keys
         self._messages = messages
         self.consumer = consumer
         self._lease = lease
+        self._limits = limits
         self._clock = clock
         self._lock = threading.Lock()
         #: By entry, what is in hand.
@@ -95,21 +100,25 @@ class Claiming:
         return found, lost, seen
 
     def _read(self, want: int) -> Operation[list[Delivery]]:
-        """What was never handed out, and nothing else: past the script, which copies every message twice."""
+        """What was never handed out, and nothing else."""
         began = self._clock()
-        answer = yield ("XREADGROUP", "GROUP", GROUP, self.consumer, "COUNT", want, "STREAMS", self._keys.stream, ">")
-        until = began + self._lease
-        return [self._delivery(entry, 1, 0, until) for entry in answer[0][1]] if answer else []
+        taken = yield from scripts.READ.run((self._keys.stream, self._keys.free), *self._bounds(want))
+        return [self._delivery(entry, began + self._lease) for entry in taken]
+
+    def _bounds(self, want: int) -> tuple[Any, ...]:
+        """Return the arguments that say what one claim may take."""
+        most = self._limits.max_deliveries
+        last_delivery = _UNCOUNTED if most is None else most
+        messages = self._messages
+        return GROUP, self.consumer, want, messages.body, messages.largest, self._limits.max_bytes, last_delivery
 
     def _looked_for(self, want: int, *, asks: bool) -> Operation[tuple[list[Delivery], list[Receipt], Seen | None]]:
         """Also what is due, what was given back and what is in dead hands."""
         keys, cursor = self._keys, self._next_cursor()
         self._looked = began = self._clock()
         answer = yield from scripts.FETCH.run(
-            (keys.stream, keys.later, keys.due, keys.free, keys.bell),
-            GROUP,
-            self.consumer,
-            want,
+            (keys.stream, keys.free, keys.later, keys.due, keys.bell),
+            *self._bounds(want),
             max(1, round(self._lease * 1000)),
             cursor,
             int(asks),
@@ -119,15 +128,14 @@ class Claiming:
         until = began + self._lease
         lost: list[Receipt] = []
         found = []
-        for entry, times, free in zip(answer[1], answer[2], answer[3], strict=True):
+        for entry in answer[1]:
             before = self.held.get(entry[0])
             if before is not None:
                 lost.append(before)
-            found.append(self._delivery(entry, times, free, until))
-        found += [self._delivery(entry, 1, 0, until) for entry in answer[4]]
+            found.append(self._delivery(entry, until))
         seen = None
-        if len(answer) > 5:  # noqa: PLR2004 - the rest is for those who find nothing
-            last, rung, soon = answer[5:]
+        if len(answer) > 2:  # noqa: PLR2004 - the rest is for those who find nothing
+            last, rung, soon = answer[2:]
             seen = Seen(last, rung, None if soon < 0 else self._clock() + soon / 1000)
         return found, lost, seen
 
@@ -137,10 +145,10 @@ class Claiming:
             self._reaped, self._cursor = now, _START
         return self._cursor
 
-    def _delivery(self, entry: Sequence[Any], count: int, free: int, until: float) -> Delivery:
-        place, fields = entry
+    def _delivery(self, entry: Sequence[Any], until: float) -> Delivery:
+        place, fields, count, free, size = entry
         body, headers = self._messages.split(fields)
-        transaction, error = self._messages.read(body, headers)
+        transaction, error = self._messages.read(body, headers) if size < 0 else self._messages.describe(size, headers)
         deliveries = max(1, counted(headers) + count - free) if free or DELIVERIES in headers else count
         receipt = self.held[place] = Receipt(place, self.consumer, count, deliveries, error is None)
         return Delivery(transaction, receipt, deliveries, until, error)

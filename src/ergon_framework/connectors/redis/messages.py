@@ -6,7 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from ergon_framework.connectors.base import MissingKeyError, UndecodableError
-from ergon_framework.connectors.codec import PROGRESS, WIRE, Codec, UnencodableError, decode, to_json
+from ergon_framework.connectors.codec import (
+    PROGRESS,
+    WIRE,
+    Codec,
+    UnencodableError,
+    decode,
+    describe_unread,
+    to_json,
+)
 from ergon_framework.connectors.redis.scripts import PACKED
 from ergon_framework.transaction import Transaction
 
@@ -15,6 +23,8 @@ DELIVERIES: Final = "ergon-deliveries"
 #: What a transaction brings home when it is put off, and loses when it is replayed.
 CHANGING: Final = (*PROGRESS, DELIVERIES)
 _PACKED: Final = PACKED.encode()
+#: More bytes than any message has, and as many as a number in Lua counts exactly.
+_UNLIMITED: Final = 2**53
 #: Names of headers that are read for nearly every message, and need not be decoded each time.
 _NAMES: Final = {row.header.encode(): row.header for row in WIRE} | {DELIVERIES.encode(): DELIVERIES}
 
@@ -29,14 +39,21 @@ class Messages:
     def __init__(self, codec: Codec, *, name: str, body: str) -> None:
         self.codec = codec
         self._name = name
-        self._body = body
+        #: The name of the field that holds the body.
+        self.body = body
         self._field = body.encode()
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest body that is read."""
+        most = self.codec.max_bytes
+        return _UNLIMITED if most is None else most
 
     def fields(self, transaction: Transaction) -> list[str | bytes]:
         """The fields and values of *transaction*."""
         body, headers = self.codec.encode(transaction)
-        if self._body in headers:
-            raise UnencodableError(f"a header of transaction {transaction.id!r} is called {self._body!r}, as the body")
+        if self.body in headers:
+            raise UnencodableError(f"a header of transaction {transaction.id!r} is called {self.body!r}, as the body")
         fields: list[str | bytes] = [self._field, body]
         for header, text in headers.items():
             fields += (header, text)
@@ -62,6 +79,12 @@ class Messages:
             return self.codec.decode(body, headers, source=self._name), None
         except Exception:  # noqa: BLE001 - whatever it is, the next line tells it
             return decode(self.codec, body, headers, source=self._name)
+
+    def describe(
+        self, size: int, headers: Mapping[str, str]
+    ) -> tuple[Transaction, UndecodableError | MissingKeyError | None]:
+        """The same of an entry whose body of *size* bytes was not loaded."""
+        return describe_unread(size, headers, source=self._name, limit=self.codec.max_bytes)
 
 
 def counted(headers: Mapping[str, str]) -> int:

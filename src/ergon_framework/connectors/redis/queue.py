@@ -31,6 +31,7 @@ from ergon_framework.connectors.base import (
 from ergon_framework.connectors.codec import Codec
 from ergon_framework.connectors.deadletters import DeadLetterQuery, DeadLetterRecord, ReplayResult
 from ergon_framework.connectors.encryption import select_codec
+from ergon_framework.connectors.limits import MAX_FETCH_BYTES, FetchLimits
 from ergon_framework.connectors.outage import public_address
 from ergon_framework.connectors.redis import burials, scripts
 from ergon_framework.connectors.redis.claiming import GROUP, Claiming
@@ -73,7 +74,8 @@ class RedisQueue(Connector, AsyncConnector):
     The address is *url*, or the environment's ``ERGON_REDIS__URL``. Claims last for *lease* seconds
     and are renewed one by one; all workers of a queue have the same lease. *stream* is the key of a
     stream that somebody else's producer writes, and *body* the field that holds the body there. Dead
-    letters are kept for *dead_days*, None for ever.
+    letters are kept for *dead_days*, None for ever. One fetch loads messages of *max_fetch_bytes* at
+    most, and always at least one.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class RedisQueue(Connector, AsyncConnector):
         stream: str | None = None,
         body: str = "body",
         dead_days: float | None = None,
+        max_fetch_bytes: int = MAX_FETCH_BYTES,
     ) -> None:
         if not 0 < lease < math.inf:
             raise ConfigurationError(f"a lease must be a finite number of seconds > 0, not {lease!r}")
@@ -96,6 +99,7 @@ class RedisQueue(Connector, AsyncConnector):
         self._codec = select_codec(codec)
         self._messages = Messages(self._codec, name=name, body=body)
         self._dead_days = dead_days
+        self._limits = FetchLimits(max_fetch_bytes)
         self._lock = threading.Lock()
         self._arrivals = Arrivals()
         self._home: Home | None = None
@@ -110,7 +114,7 @@ class RedisQueue(Connector, AsyncConnector):
         """A consumer of its own, in this process and in every child that is forked from it."""
         self._owner = os.getpid()
         consumer = f"{socket.gethostname()[:60]}:{self._owner}:{secrets.token_hex(6)}"
-        self._claiming = Claiming(self._keys, self._messages, consumer=consumer, lease=self._lease)
+        self._claiming = Claiming(self._keys, self._messages, consumer=consumer, lease=self._lease, limits=self._limits)
         self._settler = Settler(self._keys, self._claiming, codec=self._codec)
         self._bell = self._new_bell()
 
@@ -310,6 +314,9 @@ class RedisQueue(Connector, AsyncConnector):
             bell.unwant()
 
     # -- fetch ------------------------------------------------------------------------------------------
+
+    def limit_deliveries(self, most: int) -> None:
+        self._limits.raise_deliveries(most)
 
     def fetch_transactions(self, batch_size: int, *, wait: float = 0.0, **_extra: Any) -> Sequence[Delivery]:
         """What is ready: what came back first, then by age."""
@@ -516,7 +523,11 @@ class RedisQueue(Connector, AsyncConnector):
         self, home: Home, query: DeadLetterQuery, *, after: str | None, limit: int
     ) -> Operation[Sequence[DeadLetterRecord]]:
         yield from self._opened(home)
-        return (yield from burials.listed(self._keys, self._messages, self._name, query, after=after, limit=limit))
+        return (
+            yield from burials.listed(
+                self._keys, self._messages, self._name, query, after=after, limit=limit, load=self._limits.max_bytes
+            )
+        )
 
     def replay_dead(self, places: Sequence[str]) -> Sequence[ReplayResult]:
         replayed = self._run(lambda home: self._replayed(home, places))

@@ -82,14 +82,109 @@ local function rings(bell)
 end
 """
 
-#: Keys: stream, later, due, free, bell. Arguments: group, consumer, how many, lease in ms, cursor or '', whether it
-#: wants to be woken. Answers with the cursor, what came back, its counts and free deliveries, what is new; and for
-#: whom it finds nothing: the last id that was handed out, the last ring, and the ms until something is due.
+#: The largest part of a message that is told of one whose body is not.
+_TOLD: Final = 512 * 1024
+
+#: How large entries are. Of one that is too large to be loaded the body is left out, and of its other fields as many
+#: are kept as are needed to name it.
+_MEASURE: Final = f"""
+local TOLD = {_TOLD}
+
+-- Bytes of the body, or of all fields where none is the body or they are more; bytes of all; deliveries counted before.
+local function measure(fields, body)
+    local size, total, delivered = nil, 0, 0
+    for at = 1, #fields, 2 do
+        local name, value = fields[at], fields[at + 1]
+        total = total + #name + #value
+        if name == body then
+            size = #value
+        elseif name == 'ergon-deliveries' and #value < 10 and string.match(value, '^%d+$') then
+            delivered = tonumber(value)
+        end
+    end
+    if size == nil then size = total end
+    return math.max(size, total - size), total, delivered
+end
+
+local function without_body(fields, body)
+    local kept, total = {{}}, 0
+    for at = 1, #fields, 2 do
+        local name, value = fields[at], fields[at + 1]
+        if name ~= body and total + #name + #value <= TOLD then
+            total = total + #name + #value
+            kept[#kept + 1] = name
+            kept[#kept + 1] = value
+        end
+    end
+    return kept
+end
+
+-- How many entries to read next: few as long as they are large, because all of them are copied here.
+local function next_step(step, heaviest, budget)
+    if heaviest * step * 4 > budget then return 1 end
+    return math.min(step * 4, 256)
+end
+"""
+
+#: Claims for one fetch, up to its number of bytes. What was delivered before may be what ended the worker: it is
+#: claimed alone, and without its body once it has had its last delivery.
+_TAKE: Final = (
+    _MEASURE
+    + """
+local stream, free = KEYS[1], KEYS[2]
+local group, me, want, body = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
+local largest, budget, last_delivery = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
+local taken, bytes, heaviest, full = {}, 0, 0, want < 1
+
+-- Takes a claimed entry, or gives it back at no cost: then nothing more fits.
+local function take(entry, times, freed)
+    local fields = spread(entry[2])
+    local size, total, delivered = measure(fields, body)
+    local deliveries = delivered + times - freed
+    local unread = size > largest or deliveries > last_delivery
+    local weight = unread and 0 or total
+    heaviest = math.max(heaviest, total)
+    if full or (#taken > 0 and (deliveries > 1 or bytes + weight > budget)) then
+        redis.call('XCLAIM', stream, group, RETURNED, 0, entry[1], 'JUSTID')
+        redis.call('HINCRBY', free, entry[1], 1)
+        full = true
+        return
+    end
+    taken[#taken + 1] = {
+        entry[1], unread and without_body(fields, body) or entry[2], times, freed, unread and size or -1
+    }
+    bytes = bytes + weight
+    full = deliveries > 1 or bytes >= budget or #taken >= want
+end
+
+local function take_new()
+    local step = 1
+    while not full do
+        local asked = math.min(step, want - #taken)
+        local read = redis.call('XREADGROUP', 'GROUP', group, me, 'COUNT', asked, 'STREAMS', stream, '>')
+        local entries = read and read[1][2] or {}
+        for _, entry in ipairs(entries) do take(entry, 1, 0) end
+        if #entries < asked then return end
+        step = next_step(step, heaviest, budget)
+    end
+end
+"""
+)
+
+#: Keys: stream, free. Arguments: group, consumer, how many, the name of the body's field, bytes of the largest body,
+#: bytes of one fetch, last delivery with a body. Answers with what is new, each with its id, its fields, how often it
+#: was claimed, how often at no cost, and the size of a body that is left out or -1.
+READ: Final = Script(_TOOLS + _TAKE + "take_new()\nreturn taken\n")
+
+#: Keys: stream, free, later, due, bell. Arguments: as above, lease in ms, cursor or '', whether it wants to be woken.
+#: Answers with the cursor and what was taken as above; and for whom it finds nothing: the last id that was handed out,
+#: the last ring, and the ms until something is due.
 FETCH: Final = Script(
     _TOOLS
+    + _TAKE
     + f"""
-local stream, later, due, free, bell = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
-local group, me, want, lease, cursor = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4], ARGV[5]
+local later, due, bell = KEYS[3], KEYS[4], KEYS[5]
+local lease, cursor = ARGV[8], ARGV[9]
 local now = milliseconds()
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', due, '-inf', now, 'LIMIT', 0, {RIPE})) do
     local entry = redis.call('XRANGE', later, id, id)[1]
@@ -98,38 +193,31 @@ for _, id in ipairs(redis.call('ZRANGEBYSCORE', due, '-inf', now, 'LIMIT', 0, {R
         redis.call('XDEL', later, id)
     end
 end
-local back = {{}}
-if cursor ~= '' then
-    local claimed = redis.call('XAUTOCLAIM', stream, group, me, lease, cursor, 'COUNT', want)
-    cursor = claimed[1]
-    for _, entry in ipairs(claimed[2]) do
-        -- Before Redis 7 what was deleted meanwhile is answered as nothing.
-        if entry and entry[2] then back[#back + 1] = entry end
-    end
-end
-if #back < want then
-    local given = redis.call('XPENDING', stream, group, '-', '+', want - #back, RETURNED)
-    if #given > 0 then
-        local ids = {{}}
-        for at, each in ipairs(given) do ids[at] = each[1] end
-        for _, entry in ipairs(redis.call('XCLAIM', stream, group, me, 0, unpack(ids))) do
-            if entry and entry[2] then back[#back + 1] = entry end
-        end
-    end
-end
-local counts, freed = {{}}, {{}}
-for at, entry in ipairs(back) do
+
+local function take_again(entry)
+    -- Before Redis 7 what was deleted meanwhile is answered as nothing.
+    if not entry or not entry[2] then return end
     local pending = redis.call('XPENDING', stream, group, entry[1], entry[1], 1)[1]
-    counts[at] = pending[4]
-    freed[at] = tonumber(redis.call('HGET', free, entry[1]) or 0)
+    take(entry, pending[4], tonumber(redis.call('HGET', free, entry[1]) or 0))
 end
-local fresh = {{}}
-if #back < want then
-    local read = redis.call('XREADGROUP', 'GROUP', group, me, 'COUNT', want - #back, 'STREAMS', stream, '>')
-    if read then fresh = read[1][2] end
+
+-- One by one: a claim counts a delivery, and most of these are taken alone.
+local looks = 0
+while cursor ~= '' and not full and looks < want do
+    local claimed = redis.call('XAUTOCLAIM', stream, group, me, lease, cursor, 'COUNT', 1)
+    cursor, looks = claimed[1], looks + 1
+    for _, entry in ipairs(claimed[2]) do take_again(entry) end
+    if cursor == '0-0' then break end
 end
-if #back + #fresh > 0 or ARGV[6] == '0' then
-    return {{cursor, back, counts, freed, fresh}}
+if not full then
+    for _, each in ipairs(redis.call('XPENDING', stream, group, '-', '+', want - #taken, RETURNED)) do
+        if full then break end
+        for _, entry in ipairs(redis.call('XCLAIM', stream, group, me, 0, each[1])) do take_again(entry) end
+    end
+end
+take_new()
+if #taken > 0 or ARGV[10] == '0' then
+    return {{cursor, taken}}
 end
 local last, rung, soon = '0-0', '0-0', -1
 for _, info in ipairs(redis.call('XINFO', 'GROUPS', stream)) do
@@ -141,7 +229,37 @@ local ring = redis.call('XREVRANGE', bell, '+', '-', 'COUNT', 1)[1]
 if ring then rung = ring[1] end
 local first = redis.call('ZRANGE', due, 0, 0, 'WITHSCORES')
 if first[2] then soon = math.min(math.max(0, first[2] - now), 1e9) end
-return {{cursor, back, counts, freed, fresh, last, rung, soon}}
+return {{cursor, taken, last, rung, soon}}
+"""
+)
+
+#: Keys: dead. Arguments: the id where it begins, the one where it ends, how many, the name of the body's field, bytes
+#: of the largest body, bytes of one answer. Answers with dead letters, each with its id, its fields, and the size of a
+#: body that is left out or -1; with none where there are no more.
+LIST: Final = Script(
+    _TOOLS
+    + _MEASURE
+    + """
+local from, body, largest, budget = ARGV[1], ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6])
+local listed, bytes, heaviest, step = {}, 0, 0, 1
+while #listed < tonumber(ARGV[3]) do
+    local asked = math.min(step, tonumber(ARGV[3]) - #listed)
+    local entries = redis.call('XRANGE', KEYS[1], from, ARGV[2], 'COUNT', asked)
+    for _, entry in ipairs(entries) do
+        local fields = spread(entry[2])
+        local size, total = measure(fields, body)
+        local weight = size > largest and 0 or total
+        heaviest = math.max(heaviest, total)
+        if #listed > 0 and bytes + weight > budget then return listed end
+        bytes = bytes + weight
+        local unread = size > largest
+        listed[#listed + 1] = {entry[1], unread and without_body(fields, body) or entry[2], unread and size or -1}
+        from = '(' .. entry[1]
+    end
+    if #entries < asked then break end
+    step = next_step(step, heaviest, budget)
+end
+return listed
 """
 )
 

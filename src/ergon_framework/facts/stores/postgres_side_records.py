@@ -79,7 +79,7 @@ def _headers(envelope: Envelope, text: str) -> str:
 
 def record(row: Row, queue: str, codec: Codec) -> DeadLetterRecord:
     """The dead letter of *row*."""
-    transaction = read(texts(row.headers)[ENVELOPE], row.body, codec)
+    transaction = read(texts(row.headers)[ENVELOPE], row.body or b"", codec)
     letter = DeadLetter(row.reason, None if row.failure is None else Failure.model_validate_json(row.failure))
     delivery = Delivery(transaction, row.place, row.deliveries)
     return DeadLetterRecord.of(delivery, letter, queue=queue, at=row.at, place=str(row.place))

@@ -153,6 +153,7 @@ class ConsumerMixin(_Consumer, ABC):
         refuse_async(self.process_transaction, self.handle_transaction_success, self.handle_transaction_exception)
         connector = as_sync(self.connector)
         refuse_too_long(policy, connector.capabilities, queue=connector.name)
+        connector.limit_deliveries(policy.loop.max_deliveries)
         threads = driver(policy.loop.concurrency.value)
         broker = Broker(
             fetch=partial(connector.fetch_transactions, **policy.steps.fetch.extra),
@@ -194,6 +195,7 @@ class AsyncConsumerMixin(_Consumer, ABC):
         policy = choose_policy(self, policy, ConsumerPolicy)
         connector = as_async(self.connector)
         refuse_too_long(policy, connector.capabilities, queue=connector.name)
+        connector.limit_deliveries(policy.loop.max_deliveries)
         tasks = driver()
         broker = Broker(
             fetch=partial(connector.fetch_transactions_async, **policy.steps.fetch.extra),

@@ -34,10 +34,16 @@ async def what_cannot_be_read_comes_with_its_bytes(sitting: Sitting) -> None:
 
 
 @rule("CNN-05", needs=(foreign, limited))
-async def what_is_too_large_to_read_comes_with_its_bytes(sitting: Sitting) -> None:
+async def what_is_too_large_to_read_says_its_size(sitting: Sitting) -> None:
     client = await sitting.client()
     limit = client.capabilities.max_payload or 0
-    delivery = await _received(sitting, client, b'"' + b"x" * limit + b'"')
+    body = b'"' + b"x" * limit + b'"'
+    await in_thread(lambda: sitting.candidate.receive(sitting.queue, body, HEADERS))
+    delivery = await client.one()
+    expect(isinstance(delivery.error, UndecodableError), f"the error of a body over the limit is {delivery.error!r}")
+    expect(str(len(body)) in str(delivery.error), f"the error does not name the size: {delivery.error}")
+    # A connector that learns the size first does not load the body.
+    expect(delivery.transaction.payload in (None, body), "the payload of a body over the limit is not its bytes")
     await client.ack(delivery)
 
 
