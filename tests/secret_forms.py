@@ -104,6 +104,11 @@ FORMS = {
     name: (template.format(secret_of(number)), secret_of(number))
     for number, (name, template) in enumerate(_TEMPLATES.items())
 } | {
+    "escaped quote in JSON, quoted again": (
+        repr('{"password": "ab\\"S3cr3tAAZq7vXwK9mPb2Ld"}'),
+        "S3cr3tAAZq7vXwK9mPb2Ld",
+    ),
+    "escaped quote of libpq, quoted again": (repr("password=\"x\" password='it\\'sS3cr3tABZq7vX'"), "S3cr3tABZq7vX"),
     "seed of NATS": (f"nkeys_seed_str={'SUAM' * 14}AA", "SUAM" * 14),
     "seed of NATS without a name": (f"cannot sign with {'SUAN' * 14}AA", "SUAN" * 14),
     "Databricks": (f"dapi{'0a1b2c3d' * 4} was refused", "0a1b2c3d" * 4),

@@ -469,9 +469,16 @@ def _end_of_value(text: str, match: re.Match[str]) -> int:
 def _end_of_quoted(text: str, opening: re.Match[str]) -> int:
     slashes, quote = opening.groups()
     # A quote that is itself within quotes has backslashes; the closing one has as many.
-    pattern = _closing_quote(min(len(slashes), 16), quote)
-    closing = pattern.match(text, opening.end()) if not slashes else pattern.search(text, opening.end())
-    return len(text) if closing is None else closing.end()
+    pattern, place = _closing_quote(min(len(slashes), 16), quote), opening.end()
+    while (closing := pattern.match(text, place) if not slashes else pattern.search(text, place)) is not None:
+        place = closing.end()
+        # In text that was quoted once more, as by KeyError, an escaped quote looks like a closing one.
+        if _AFTER_QUOTE.match(text, place):
+            return place
+    return len(text)
+
+
+_AFTER_QUOTE: Final = re.compile(r"[^A-Za-z0-9]|\Z")
 
 
 @lru_cache(maxsize=64)
