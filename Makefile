@@ -26,7 +26,7 @@ TOTAL := 90
 .PHONY: exam trials signals bench-postgres chaos-postgres power-postgres poison-postgres
 .PHONY: chaos-brokers power-brokers bench-brokers broker-peers
 .PHONY: bench-providers fleet-providers chaos-memory chaos-outage chaos-full-servers chaos-celery chaos-executors chaos-cron fuzz-executors bench-executors peers
-.PHONY: bench-facts bench-facts-store bench-facts-service bench-artifacts catchup-facts
+.PHONY: bench-facts bench-facts-store bench-facts-service bench-artifacts bench-facts-attacks catchup-facts
 .PHONY: attack-facts chaos-facts soak-facts power-facts fuzz-facts fuzz-api protos demo demo-chaos
 
 help: ## print every target with one line
@@ -159,6 +159,9 @@ bench-facts-store: $(STAMP) ## facts in PostgreSQL beside bare inserts, with one
 
 bench-facts-service: $(STAMP) ## what the facts service adds to its store, over mutual TLS
 	$(BIN)/python bench/facts/service.py
+
+bench-facts-attacks: $(STAMP) ## attacks on the facts service, and how an honest caller is served meanwhile; about a minute
+	$(BIN)/python bench/facts/attacks.py
 
 bench-artifacts: $(STAMP) ## artifacts of 2 MiB and of a gigabyte, as files and on S3; about a minute
 	$(BIN)/python bench/facts/artifacts.py
