@@ -6,11 +6,17 @@ import logging
 import subprocess
 import sys
 
+import grpc
 import pytest
 
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.facts.service.limits import Limits
-from ergon_framework.facts.service.refusals import INTERVAL_SECONDS, MAX_KINDS, Refusals
+from ergon_framework.facts.service.refusals import (
+    INTERVAL_SECONDS,
+    MAX_KINDS,
+    Refusals,
+    ignore_broken_connections,
+)
 
 FIT = """
 import resource, sys
@@ -86,3 +92,15 @@ def test_refusals_of_many_kinds_are_not_told_apart_without_end(lines):
     refusals.report(everything=True)
     assert len(lines()) <= MAX_KINDS + 2
     assert f"count={1000 - MAX_KINDS - 1}" in lines()[-1]
+
+
+@pytest.mark.spec("SEC-08")
+def test_a_connection_that_a_caller_breaks_off_is_no_error_in_the_log(caplog):
+    ignore_broken_connections()
+    core = logging.getLogger("grpc._cython.cygrpc")
+    for error in (grpc.aio.InternalError("failed grpc_call_start_batch"), ValueError("a defect")):
+        try:
+            raise error
+        except Exception:
+            core.exception("raised by a servicer method")
+    assert [record.exc_info[0] for record in caplog.records] == [ValueError]

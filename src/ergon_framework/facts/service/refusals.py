@@ -78,8 +78,8 @@ class Refusals:
         except TimeoutError:
             late = ConnectionLost(f"{method} took longer than the service allows; ask again")
             await _end(method, context, grpc.StatusCode.DEADLINE_EXCEEDED, late)
-        except grpc.aio.UsageError:
-            # The connection is gone, and nobody is left to be told.
+        except grpc.aio.BaseError:
+            # The connection is gone: no answer can reach the caller.
             observe.called(method, "left")
             raise
         except Exception as error:  # noqa: BLE001 - a defect of ours or of the store; the line must not learn what it is
@@ -93,6 +93,20 @@ class Refusals:
             raise
         else:
             observe.called(method, "answered")
+
+
+class BrokenConnections(logging.Filter):
+    """Drop what gRPC logs as an error, with a traceback, when a caller closes its connection during a call."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not (record.exc_info and isinstance(record.exc_info[1], grpc.aio.InternalError))
+
+
+def ignore_broken_connections() -> None:
+    """Keep broken connections out of the log; a caller could fill it with them. Once for each process."""
+    core = logging.getLogger("grpc._cython.cygrpc")
+    if not any(isinstance(each, BrokenConnections) for each in core.filters):
+        core.addFilter(BrokenConnections())
 
 
 class _Kind(NamedTuple):

@@ -15,6 +15,7 @@ import grpc
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.facts.boundary import AsyncBoundary, Boundary
 from ergon_framework.facts.model import Pair
+from ergon_framework.facts.service import refusals
 from ergon_framework.facts.service.access import Access
 from ergon_framework.facts.service.files import TlsFiles, server_credentials
 from ergon_framework.facts.service.health import HealthService
@@ -45,6 +46,7 @@ class BoundaryServer:
 
     async def start(self) -> int:
         """Begin to listen; the port."""
+        refusals.ignore_broken_connections()
         self._kept = as_async(self.store)
         revoked = Revoked(self.revoked, crl=self.crl, authorities=self.files.authorities, clock=self.clock)
         self._service = service = BoundaryService(
