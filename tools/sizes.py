@@ -25,6 +25,7 @@ MODULES: Final = {
     "api": "ergon_framework.providers.api",
     "celery": "ergon_framework.providers.celery_task",
     "cli": "ergon_framework.cli.app",
+    "encryption": "ergon_framework.connectors.encryption",
     "cron": "ergon_framework.executor.jobs.timetable",
     "grpc": "ergon_framework.facts.service.client",
     "nats": "ergon_framework.connectors.nats",

@@ -95,7 +95,7 @@ class Place:
 
     def _nats(self) -> bytes:
         folder = self.request.getfixturevalue("nats_server").folder / "data"
-        return b"\n".join(file.read_bytes() for file in folder.rglob("*.blk"))
+        return b"\n".join(file.read_bytes() for file in folder.rglob(f"*{self.name}/**/*.blk"))
 
     def _rabbitmq(self) -> bytes:
         line, found = amqp.Connection(self.url.partition("@")[2].rstrip("/")), []

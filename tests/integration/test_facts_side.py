@@ -414,9 +414,10 @@ def test_a_side_without_an_address_says_what_to_set(monkeypatch):
 
 def test_a_database_of_the_release_before_is_named_as_such(postgres):
     dsn = postgres.create_database(f"sides_{next(_numbers)}")
-    migrate.upgrade(dsn, "0007")
+    migrate.upgrade(dsn, "0012")
     with PostgresBoundary(dsn, accept_loss=True) as boundary:
         client = FactConnector(boundary, **PAIR._asdict())
-        client.dispatch(sent(1))  # whoever only produces needs no side
+        with pytest.raises(ConfigurationError, match="ergon db upgrade"):
+            client.dispatch(sent(1))
         with pytest.raises(ConfigurationError, match="ergon db upgrade"):
             client.open()

@@ -68,7 +68,7 @@ def read_postgres(url, _name):
 
 def read_rabbitmq(url, name):
     parts = []
-    with pika.BlockingConnection(pika.URLParameters(url)) as connection:
+    with pika.BlockingConnection(pika.URLParameters(f"{url.rstrip('/')}/%2F")) as connection:
         for queue in (name, f"{name}.dead", f"{name}.later"):
             channel = connection.channel()
             try:

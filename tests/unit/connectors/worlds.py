@@ -77,6 +77,9 @@ class OnlySync(_Half, Connector):
     def discard_dead(self, places):
         return self.inner.discard_dead(places)
 
+    def replace_dead(self, place, transaction):
+        return self.inner.replace_dead(place, transaction)
+
     def open(self):
         self.inner.open()
 
@@ -113,6 +116,9 @@ class OnlyAsync(_Half, AsyncConnector):
 
     async def discard_dead_async(self, places):
         return await self.inner.discard_dead_async(places)
+
+    async def replace_dead_async(self, place, transaction):
+        return await self.inner.replace_dead_async(place, transaction)
 
     async def open_async(self):
         await self.inner.open_async()
