@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from ergon_framework import Transaction
 from ergon_framework.cli.app import app as cli
+from ergon_framework.connectors.rabbitmq import topology
 from ergon_framework.runner.exits import Exit
 from tests.integration.brokers import BROKERS, named
 from tests.integration.running import ERGON
@@ -69,7 +70,8 @@ def read_postgres(url, _name):
 def read_rabbitmq(url, name):
     parts = []
     with pika.BlockingConnection(pika.URLParameters(f"{url.rstrip('/')}/%2F")) as connection:
-        for queue in (name, f"{name}.dead", f"{name}.later"):
+        waiting = [topology.later(name, round(part * 1_000_000)) for part in topology.STEPS]
+        for queue in (name, topology.dead(name), *waiting):
             channel = connection.channel()
             try:
                 while (found := channel.basic_get(queue))[0] is not None:
