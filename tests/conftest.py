@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 from hypothesis import settings
+
+# A server that is started as another user is forked. gRPC would start its threads in the child, without its files.
+os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 
 pytest_plugins = ["tests.servers.fixtures", "tests.invariants", "tests.crowd"]
 

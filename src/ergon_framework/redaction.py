@@ -227,6 +227,10 @@ _MIN_KNOWN: Final = 6
 _COMMON: Final = frozenset(_each("guest postgres password secret admin default public ergon"))
 
 
+#: Schemes whose addresses name a user where they have no password; elsewhere that may be a token.
+_NAMES_A_USER: Final = frozenset(_each("postgres postgresql amqp amqps"))
+
+
 def _list_pieces(address: str) -> list[str]:
     """List the password of *address*, also decoded, and its parts as a client that misreads it may show them."""
     pieces: dict[str, None] = {}
@@ -234,10 +238,10 @@ def _list_pieces(address: str) -> list[str]:
         values = [match[3].strip("'") for match in _KEYWORD.finditer(address) if is_secret_name(match[2])]
         pieces.update(dict.fromkeys(value for value in values if len(value) > 1 and value not in _COMMON))
     for one in _NEXT_ADDRESS.split(address):
-        rest = one.partition("://")[2]
+        scheme, _, rest = one.partition("://")
         login, at, server = rest.rpartition("@")
         user, colon, password = login.partition(":")
-        if not at or not login:
+        if not at or not login or (not colon and scheme in _NAMES_A_USER):
             continue
         whole = password if colon else user
         parts = [whole, unquote(whole), *re.split(r"[/@:?#]", whole)]

@@ -105,6 +105,7 @@ def test_on_every_broker_one_of_two_operators_succeeds_and_the_other_is_told(que
             place=None,
             change=Change(settings=[f"total={total}"]),
             actor="kim",
+            reason="",
             task=None,
             values=False,
             dry_run=False,

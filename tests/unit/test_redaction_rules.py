@@ -188,6 +188,13 @@ def test_parts_of_a_password_that_a_client_misreads_are_hidden():
     assert hide_known("wrong pa55 x", "host=h password='pa55'") == f"wrong {HIDDEN} x"
 
 
+def test_a_user_without_a_password_is_named_where_it_cannot_be_a_token():
+    assert hide_known('grant usage to "clerk_of_orders"', "postgresql://clerk_of_orders@h/q").endswith(
+        '"clerk_of_orders"'
+    )
+    assert hide_known("wrong s3cr3t-token", "nats://s3cr3t-token@h") == f"wrong {HIDDEN}"
+
+
 @pytest.mark.spec("SEC-03")
 def test_a_password_that_the_process_uses_is_hidden_everywhere(rules):
     redaction.learn_address("postgresql://app:Tr0ub4dor@db/shop")
