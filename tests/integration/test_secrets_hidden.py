@@ -99,8 +99,10 @@ def read_nats(url, name):
         client = await nats.connect(url)
         parts = []
         manager = client.jsm()
-        for stream in await manager.streams_info():
-            for number in range(stream.state.first_seq, stream.state.last_seq + 1):
+        ours = [stream for stream in await manager.streams_info() if stream.config.name.endswith(f"-{name}")]
+        for stream in ours:
+            # An empty stream begins at 0, which is no message.
+            for number in range(max(1, stream.state.first_seq), stream.state.last_seq + 1):
                 try:
                     found = await manager.get_msg(stream.config.name, seq=number)
                 except nats.js.errors.NotFoundError:
