@@ -151,7 +151,8 @@ async def releases_do_not_lead_to_the_cap(sitting: Sitting) -> None:
         return Later(0) if left else None
 
     async with consuming(sitting, client, body, max_deliveries=2) as loop:
-        await loop.until(lambda: left == 0 and len(loop.outcomes) == 5, "five deliveries end")
+        # One that comes back while its last run is still leaving is deferred once more, which is no run.
+        await loop.until(lambda: left == 0 and len(loop.ended("succeeded")) == 5, "five deliveries end")
     expect(loop.runs["tx-0"] == 5, f"put off four times, it ran {loop.runs['tx-0']} times")
 
 
