@@ -33,11 +33,10 @@ from tests.log_events import event_of
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT = 1.0
-#: Seconds beyond its timeout within which a job has its outcome. To read a line of 5 MB takes 1 s of processor time,
-#: and on a busy machine up to twenty times as long.
-LATE = 120.0
+#: Seconds beyond its timeout within which a job has its outcome. Reading a line of 5 MB takes 1 s of processor time.
+LATE = 20.0
 #: Seconds for which the loop may stand still, and MiB that a process may gain.
-LAG = 10.0
+LAG = 3.0
 GROWTH = 700
 RUNTIME = (
     "import sys; from ergon_framework.cli.executor_work import run_handlers; "

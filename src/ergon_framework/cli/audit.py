@@ -69,10 +69,10 @@ def list_(
     Example: ergon audit list --name orders --since 7d
     """
     filters = {"action": action, "name": name, "actor": actor, "since": since, "limit": limit}
-    raise typer.Exit(listed(filters, config=config, as_json=json))
+    raise typer.Exit(list_rows(filters, config=config, as_json=json))
 
 
-def listed(filters: dict[str, Any], *, config: Path | None, as_json: bool) -> AuditExit:
+def list_rows(filters: dict[str, Any], *, config: Path | None, as_json: bool) -> AuditExit:
     """Print the rows that *filters* mean, the newest first."""
     try:
         dsn = database(config)

@@ -96,12 +96,12 @@ def list_rows(
     lines = Lines(dsn, most=1, other=ConnectorError)
     filters = {"action": action, "name": name, "actor": actor, "since": since, "limit": limit}
     try:
-        return lines.run(_listed(filters), within=_WITHIN)
+        return lines.run(_select_rows(filters), within=_WITHIN)
     finally:
         lines.close()
 
 
-def _listed(filters: dict[str, Any]) -> Operation[list[AuditRow]]:
+def _select_rows(filters: dict[str, Any]) -> Operation[list[AuditRow]]:
     ((there,),) = yield Query(_THERE)
     if not there:
         raise ConnectorError("the database has no table of audit rows; run: ergon db upgrade")

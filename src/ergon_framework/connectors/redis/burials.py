@@ -27,7 +27,7 @@ _AT_ONCE: Final = 500
 _BECAME: Final = {"g": Became.GONE, "f": Became.FAILED, "s": Became.REPLAYED}
 
 
-def said(delivery: Delivery, letter: DeadLetter, codec: Codec) -> str:
+def encode_dead_letter(delivery: Delivery, letter: DeadLetter, codec: Codec) -> str:
     """The fields that are added to a message that is buried, as JSON."""
     about = {
         "id": delivery.transaction.id,

@@ -20,7 +20,7 @@ from ergon_framework.connectors.base import (
 from ergon_framework.connectors.codec import Codec, UnencodableError
 from ergon_framework.connectors.encryption import write_envelope
 from ergon_framework.connectors.redis import scripts
-from ergon_framework.connectors.redis.burials import said
+from ergon_framework.connectors.redis.burials import encode_dead_letter
 from ergon_framework.connectors.redis.claiming import GROUP, Claiming
 from ergon_framework.connectors.redis.keys import Keys
 from ergon_framework.connectors.redis.messages import CHANGING, DELIVERIES
@@ -146,7 +146,7 @@ def _words(delivery: Delivery, how: Any, codec: Codec) -> tuple[Any, ...] | None
             delay = round(how.delay * 1000)
             return ("later", receipt.id, receipt.times, delay, *_changes(delivery, how, codec))
         if isinstance(how, DeadLetter) and (how.failure is None or isinstance(how.failure, Failure)):
-            return ("dead", receipt.id, receipt.times, said(delivery, how, codec), "", "")
+            return ("dead", receipt.id, receipt.times, encode_dead_letter(delivery, how, codec), "", "")
         if isinstance(how, Ack):  # a kind of it
             return ("ack", receipt.id, receipt.times, *_NOTHING)
     except (UnencodableError, UnicodeError, ValueError):
