@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+import stat
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 
@@ -44,8 +46,21 @@ class Files(PostgresBoundary):
         super().__init__(dsn, contents=FileContents(folder), max_bytes=LIMIT, accept_loss=True, **given)
 
     def bytes_here(self):
+        """Two equal readings: while files come and go, one alone may count a file that another has replaced."""
+        reading = self._sizes()
+        while (again := self._sizes()) != reading:
+            reading = again
+        return sum(reading.values())
+
+    def _sizes(self):
         files = [*(self.folder / "objects").rglob("*"), *self.folder.glob("uploads/*.part")]
-        return sum(file.stat().st_size for file in files if file.is_file())
+        sizes = {}
+        for file in files:
+            with suppress(FileNotFoundError):
+                status = file.stat()
+                if stat.S_ISREG(status.st_mode):
+                    sizes[file] = status.st_size
+        return sizes
 
 
 @pytest.fixture(params=["memory", "postgres"])

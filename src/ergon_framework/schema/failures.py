@@ -27,6 +27,12 @@ _UNAVAILABLE: Final = {
     "57P03": "the database is starting or stopping",
     "57P05": "the database ended the idle session",
 }
+#: Words of a server that refuses a new connection, for which the driver knows no SQLSTATE, with the cause. A server
+#: before version 16 does not say why it could not write its init file; a full disk is by far the most frequent reason.
+_UNAVAILABLE_AT_CONNECT: Final = {
+    "No space left on device": "the disk of the database is full",
+    "could not write init file": "the disk of the database is full, or cannot be written for another reason",
+}
 _UNMADE: Final = (errors.InvalidSchemaName, errors.UndefinedTable, errors.UndefinedColumn, errors.UndefinedFunction)
 _REFUSED: Final = (
     errors.InvalidPassword,
@@ -63,7 +69,9 @@ def translated(error: psycopg.Error, *, broken: bool, other: type[ErgonError] = 
 
 def unavailability_of(error: psycopg.Error) -> str:
     """Return why the server cannot serve at present, by the SQLSTATE of *error*; empty where that is not the cause."""
-    state = error.sqlstate or ""
+    state = error.sqlstate
+    if state is None:
+        return next((cause for words, cause in _UNAVAILABLE_AT_CONNECT.items() if words in str(error)), "")
     return _UNAVAILABLE.get(state) or _UNAVAILABLE.get(state[:2], "")
 
 

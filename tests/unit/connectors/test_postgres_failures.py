@@ -38,6 +38,16 @@ def test_a_server_that_cannot_serve_at_present_is_waited_out_and_the_cause_is_na
 
 @pytest.mark.spec("SEC-15")
 @pytest.mark.parametrize(
+    "words", ['FATAL:  could not write file "x": No space left on device', "could not write init file"]
+)
+def test_a_full_disk_is_named_also_where_a_new_connection_is_refused(words):
+    error = translated(errors.OperationalError(words), broken=True)
+    assert type(error) is ConnectionLost
+    assert str(error).startswith("the disk of the database is full")
+
+
+@pytest.mark.spec("SEC-15")
+@pytest.mark.parametrize(
     "state, kind",
     [
         ("42P01", ConfigurationError),
