@@ -55,9 +55,22 @@ class Deferral(BaseModel):
     code: str | None = None
     error: str = Field("", max_length=MESSAGE)
 
-    def elapsed(self, now: float) -> float:
-        """Return the seconds since the first deferral that count towards the limit."""
-        return now - self.since - self.exempt
+    @classmethod
+    def following(
+        cls, past: Deferral | None, *, now: float, limit: float, code: str | None, error: str
+    ) -> Deferral | None:
+        """Return the deferral after *past*; None once *limit* seconds since the first one have passed.
+
+        A first deferral in the future, or more exempt time than has passed, comes from another clock or from a
+        producer who wants no limit: neither counts for more than the time until now.
+        """
+        count, since, exempt = (0, now, 0.0) if past is None else (past.count, min(past.since, now), past.exempt)
+        exempt = min(exempt, now - since)
+        if now - since - exempt >= limit:
+            return None
+        return cls(
+            count=count + 1, since=since, at=now, until=since + exempt + limit, exempt=exempt, code=code, error=error
+        )
 
     def add_exempt(self, seconds: float) -> Deferral:
         """Return a copy whose limit is *seconds* later: the transaction waits for a circuit breaker."""

@@ -16,7 +16,7 @@ import pytest
 import redis
 from typer.testing import CliRunner
 
-from ergon_framework import MemoryConnector, Transaction, consumer
+from ergon_framework import ConsumerPolicy, MemoryConnector, Transaction, consumer
 from ergon_framework.cli.app import app
 from ergon_framework.cli.dlq_exits import DlqExit
 from ergon_framework.connectors.base import Ack, Connector, DeadLetter, Later, MissingKeyError, UndecodableError
@@ -138,7 +138,7 @@ def prepare(request, monkeypatch, tmp_path):
     url = addresses[broker]()
     monkeypatch.setenv(f"ERGON_QUEUES__{name.upper()}__URL", url)
     if broker == "rabbitmq":
-        later = [topology.later(name, topology.step(seconds)) for seconds in (30, 300)]
+        later = [topology.later(name, topology.step(seconds)) for seconds in (1.5, 30, 300)]
         queues = (name, topology.dead(name), *later)
         request.addfinalizer(lambda: remove(url, queues))
     return Place(broker, name, url, request)
@@ -284,6 +284,54 @@ def test_a_worker_without_the_key_loses_nothing_and_says_which_key_is_missing(se
     assert "2026-05" in str(said.__dict__)
     assert VARIABLE in str(said.__dict__)
     assert server.count() == (2, 0)
+
+
+def run_until_refused(pay):
+    """Run *pay* until it has refused a message; the broker holds the message for a moment in between."""
+    for _ in range(20):
+        report = pay.run()
+        if report.refused:
+            return report
+        time.sleep(0.2)
+    raise AssertionError("nothing was refused")
+
+
+@pytest.mark.parametrize("keys", ["", NEW])
+def test_a_key_that_stays_missing_ends_as_a_dead_letter_that_can_be_replayed(server, monkeypatch, keys):
+    history = (Attempt(attempt=0, category=Category.SYSTEM, code="declined", error=PAST, at=1.0, delay=0.0),)
+    queue = server.connect()
+    queue.dispatch([order()])
+    queue.settle([(fetched(queue), Later(0.0, 1, history))])
+    queue.close()
+    monkeypatch.setenv(VARIABLE, keys)
+    policy = ConsumerPolicy.load({"loop": {"max_deferral": 1.5}})
+
+    @consumer(server.connect(), policy=policy)
+    def pay(_order):
+        raise AssertionError("a message without its key was handled")
+
+    began = time.monotonic()
+    report = run_until_refused(pay)
+    assert (report.refused, time.monotonic() - began >= 1.5) == ({"missing_key": 1}, True)
+    queue = server.connect()
+    depth = queue.depth()
+    assert (depth.ready, depth.dead) == (0, 1)
+    [record] = queue.list_dead(DeadLetterQuery())
+    assert (record.reason, record.headers[ENCRYPTION_KEY], record.deliveries) == ("missing_key", "2026-05", 1)
+    assert "'2026-05'" in record.failure.error_message
+    assert "replay" in record.failure.error_message
+    nothing_readable(server)
+    monkeypatch.setenv(VARIABLE, OLD)
+    owner = server.connect()
+    [readable] = owner.list_dead(DeadLetterQuery())
+    assert (readable.payload, readable.envelope.history) == ({"card": CARD}, history)
+    # Replayed by an operator without the key, the bytes are those that were sent.
+    [result] = queue.replay_dead([record.place])
+    assert result.became is Became.REPLAYED
+    queue.close()
+    delivery = fetched(owner)
+    assert (delivery.error, delivery.transaction.payload, delivery.deliveries) == (None, {"card": CARD}, 1)
+    assert (delivery.transaction.deferral, delivery.transaction.history) == (None, ())
 
 
 def test_without_the_key_dead_letters_are_listed_and_replayed_as_they_are(server, monkeypatch):

@@ -44,12 +44,14 @@ class MissingKeyError(ConnectorError):
     code = "missing_key"
     #: The id of the key.
     key_id: str = ""
+    #: The texts of the errors in history and deferral as the message has them, encrypted; None if it has none.
+    errors: str | None = None
 
     @classmethod
     def of(cls, key_id: str) -> Self:
         error = cls(
-            f"a message is encrypted with the key {key_id!r}, which this process does not have; add it to "
-            "ERGON_ENCRYPTION__KEYS and restart the process: until then the message stays in its queue"
+            f"a message is encrypted with the key {key_id!r}, which this process does not have; add the key to "
+            "ERGON_ENCRYPTION__KEYS, restart the process, and replay the message if it is a dead letter"
         )
         error.key_id = key_id
         return error

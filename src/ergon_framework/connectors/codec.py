@@ -11,7 +11,6 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from datetime import UTC, datetime
 from enum import StrEnum
 from functools import lru_cache
@@ -440,6 +439,11 @@ def read_headers(headers: Mapping[str, str]) -> dict[str, Any]:
     return fields
 
 
+def remove_progress(headers: Mapping[str, str]) -> dict[str, str]:
+    """Return *headers* with nothing counted against their message: no attempts, no history, no deferrals."""
+    return {name: text for name, text in headers.items() if name not in PROGRESS}
+
+
 def read_key_id(headers: Mapping[str, str]) -> str:
     """Return the id of the key that the body of a message is encrypted with; UndecodableError for what is no id."""
     given: Any = headers[ENCRYPTION_KEY]
@@ -490,8 +494,12 @@ def decode(codec: Codec, body: bytes, headers: Mapping[str, str], *, source: str
         if ENCRYPTION_KEY in headers and is_key_id(headers[ENCRYPTION_KEY]):
             problem = MissingKeyError.of(headers[ENCRYPTION_KEY])
     if isinstance(problem, MissingKeyError):
-        with suppress(UndecodableError):
+        problem.errors = headers.get(ENCRYPTED_ERRORS)
+        try:
             return Decoded(Transaction(payload=body, **{"source": source, **read_headers(headers)}), problem)
+        except UndecodableError as error:
+            # No key makes it readable, and without an envelope no broker could keep since when it waits for one.
+            problem = error
     given = headers.get("ergon-id")
     return Decoded(Transaction(given if _is_sound(given) else _digest(body, headers), body, source=source), problem)
 

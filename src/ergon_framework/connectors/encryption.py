@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final
 
-from ergon_framework.connectors.base import ConnectorError, MissingKeyError, UndecodableError
+from ergon_framework.connectors.base import ConnectorError, Delivery, Later, MissingKeyError, UndecodableError
 from ergon_framework.connectors.codec import (
     ENCRYPTED_ERRORS,
     ENCRYPTION_KEY,
@@ -266,8 +266,12 @@ def _context(headers: Mapping[str, str]) -> list[str]:
     return [str(headers.get(name, "")) for name in _AUTHENTICATED]
 
 
-def write_envelope(codec: Codec, transaction: Transaction) -> dict[str, str]:
-    """Return the headers of a stored message that comes back with *transaction*, and whose body stays as it is."""
+def write_envelope(codec: Codec, delivery: Delivery, later: Later) -> dict[str, str]:
+    """Return the headers of a stored message that comes back by *later*, and whose body stays as it is."""
+    transaction, error = later.apply(delivery.transaction), delivery.error
+    if isinstance(error, MissingKeyError):
+        # The texts of its errors need the same key: they stay as they are.
+        return write_headers(transaction) | ({} if error.errors is None else {ENCRYPTED_ERRORS: error.errors})
     return codec.envelope(transaction) if isinstance(codec, EncryptingCodec) else write_headers(transaction)
 
 

@@ -22,15 +22,16 @@ from ergon_framework.connectors.base import (
     Depth,
     Later,
     Listener,
+    MissingKeyError,
     Release,
     Settlement,
     SettleResult,
     Settling,
     Unlisten,
 )
-from ergon_framework.connectors.codec import Codec, UnencodableError, decode
+from ergon_framework.connectors.codec import Codec, UnencodableError, decode, remove_progress
 from ergon_framework.connectors.deadletters import Became, DeadLetterQuery, DeadLetterRecord, ReplayResult, page
-from ergon_framework.connectors.encryption import hide_record, reveal_record, select_codec
+from ergon_framework.connectors.encryption import hide_record, reveal_record, select_codec, write_envelope
 from ergon_framework.transaction import Transaction
 
 
@@ -265,12 +266,15 @@ class MemoryConnector(Connector, AsyncConnector):
         return SettleResult.SETTLED
 
     def _put_later(self, message: _Message, delivery: Delivery, *, later: Later) -> bool:
-        if message.readable:  # what could not be read goes back as it came
-            transaction = later.apply(delivery.transaction)
-            try:
+        try:
+            if self._codec is not None and isinstance(delivery.error, MissingKeyError):
+                body, headers = message.content
+                message.content = body, remove_progress(headers) | write_envelope(self._codec, delivery, later)
+            elif message.readable:  # what could not be read goes back as it came
+                transaction = later.apply(delivery.transaction)
                 message.content = transaction if self._codec is None else self._codec.encode(transaction)
-            except UnencodableError:
-                return False
+        except UnencodableError:
+            return False
         message.deliveries -= 1
         now = self._clock()
         if later.delay > 0:
@@ -385,12 +389,15 @@ class MemoryConnector(Connector, AsyncConnector):
         if place not in self._dead:
             return ReplayResult(place, Became.GONE)
         record, message = self._dead[place]
-        if message.readable:  # what could not be read goes back as it came
+        if message.readable:
             fresh = reveal_record(self._codec, record).fresh()
             try:
                 message.content = fresh if self._codec is None else self._codec.encode(fresh)
             except UnencodableError as error:
                 return ReplayResult(place, Became.FAILED, str(error))
+        else:  # what could not be read goes back as it came
+            body, headers = message.content
+            message.content = body, remove_progress(headers)
         del self._dead[place]
         message.deliveries = 0
         self._to_back(message, self._clock())

@@ -183,20 +183,12 @@ def _defer(step: Step, error: ErgonError, number: int, past: Deferral | None, se
         return Deferred(error, number, delay, None if past is None else past.add_exempt(delay))
     if not error.temporary or error.category is Category.BUSINESS:
         return None
-    now = senses.wall()
-    if (0.0 if past is None else past.elapsed(now)) >= step.max_deferral:
-        return None
-    count, since, exempt = (0, now, 0.0) if past is None else (past.count, past.since, past.exempt)
-    deferral = Deferral(
-        count=count + 1,
-        since=since,
-        at=now,
-        until=since + exempt + step.max_deferral,
-        exempt=exempt,
-        code=error.code,
-        error=describe(error),
+    deferral = Deferral.following(
+        past, now=senses.wall(), limit=step.max_deferral, code=error.code, error=describe(error)
     )
-    return Deferred(error, number, _delay(step.retry, count, error, senses), deferral)
+    if deferral is None:
+        return None
+    return Deferred(error, number, _delay(step.retry, deferral.count - 1, error, senses), deferral)
 
 
 def _after(

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from ergon_framework.connectors.base import Ack, DeadLetter, Delivery, Later, MissingKeyError, Release
+from ergon_framework.connectors.base import Ack, DeadLetter, Delivery, Later, MissingKeyError, Release, UndecodableError
+from ergon_framework.failure import Deferral, describe
 from ergon_framework.task.admission import Admission
 from ergon_framework.task.handling import Handling
 from ergon_framework.task.report import Kind, Outcome, Report
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 #: The reason of what the inbox acks.
 DONE = "done"
-#: The reason of what is encrypted with a key that is missing here, and how long it is put off.
+#: The reason of what is encrypted with a key that is missing here, and the longest time until it comes again.
 MISSING_KEY = "missing_key"
 MISSING_KEY_DELAY_SECONDS = 30.0
 
@@ -78,10 +79,11 @@ class Intake:
         transaction, policy = delivery.transaction, self._policy
         self._may_hold_last = self._may_hold_last or delivery.deliveries >= policy.max_deliveries
         self.claims[delivery.receipt] = delivery
-        if isinstance(delivery.error, MissingKeyError) and not delivery.done:
-            self._defer_unreadable(delivery, delivery.error)
-            return
         reason = self._refusal(delivery)
+        if reason is None and isinstance(delivery.error, MissingKeyError):
+            if self._defer_without_key(delivery, delivery.error):
+                return
+            reason = MISSING_KEY
         if reason is not None:
             self._refuse(delivery, reason)
             return
@@ -140,7 +142,7 @@ class Intake:
         """Why a delivery is settled before any lifecycle, if it is."""
         if delivery.done:
             return DONE
-        if delivery.error is not None:
+        if isinstance(delivery.error, UndecodableError):
             return "undecodable"
         if delivery.deliveries > self._policy.max_deliveries:
             return "max_deliveries"
@@ -149,11 +151,23 @@ class Intake:
             return "expired"
         return None
 
-    def _defer_unreadable(self, delivery: Delivery, error: MissingKeyError) -> None:
-        """Put *delivery* off at no cost: another worker may have its key, or this one after its next start."""
-        outcome = Outcome(delivery.transaction, Kind.DEFERRED, reason=MISSING_KEY)
+    def _defer_without_key(self, delivery: Delivery, error: MissingKeyError) -> bool:
+        """Put *delivery* off at no cost, unless ``loop.max_deferral`` has passed since it was first put off.
+
+        Another worker may have its key, or this one after its next start; no worker ever has an invented one.
+        """
+        transaction, now = delivery.transaction, self._senses.wall()
+        deferral = Deferral.following(
+            transaction.deferral, now=now, limit=self._policy.max_deferral, code=MISSING_KEY, error=describe(error)
+        )
+        if deferral is None:
+            return False
+        outcome = Outcome(transaction, Kind.DEFERRED, reason=MISSING_KEY)
         outcome.error = error
-        self._settler.put(Item(delivery, Later.unchanged(MISSING_KEY_DELAY_SECONDS, delivery.transaction), outcome))
+        delay = min(MISSING_KEY_DELAY_SECONDS, deferral.until - now)
+        later = Later(delay, transaction.attempts, transaction.history, deferral)
+        self._settler.put(Item(delivery, later, outcome))
+        return True
 
     def _refuse(self, delivery: Delivery, reason: str) -> None:
         self._report.refused[reason] = self._report.refused.get(reason, 0) + 1

@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 REASON = 100
 #: Seconds between two errors in the log about one missing key.
 MISSING_KEY_INTERVAL_SECONDS = 60.0
+#: Keys that are logged so within one interval: their ids come from messages, and a producer can invent any number.
+MAX_MISSING_KEYS = 100
 
 #: How loud the end of a transaction is; a success makes no sound.
 _EVENTS = {
@@ -230,6 +232,11 @@ class Observer(Onlooker):
         now = time.monotonic()
         if now < self._missed.get(key_id, -math.inf) + MISSING_KEY_INTERVAL_SECONDS:
             return logging.INFO
+        if len(self._missed) >= MAX_MISSING_KEYS:
+            since = now - MISSING_KEY_INTERVAL_SECONDS
+            self._missed = {known: at for known, at in self._missed.items() if at > since}
+            if len(self._missed) >= MAX_MISSING_KEYS:
+                return logging.INFO
         self._missed[key_id] = now
         return logging.ERROR
 

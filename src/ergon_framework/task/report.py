@@ -120,7 +120,7 @@ class Report:
     fetches: int = 0
     empty_fetches: int = 0
     counts: dict[Kind, int] = field(default_factory=lambda: dict.fromkeys(Kind, 0))
-    #: Settled before the lifecycle, by reason: undecodable, max_deliveries, expired.
+    #: Settled before the lifecycle, by reason: done, undecodable, max_deliveries, expired, missing_key.
     refused: dict[str, int] = field(default_factory=dict)
     settled: dict[str, int] = field(default_factory=dict)
     failures: deque[Outcome] = field(default_factory=lambda: deque(maxlen=FAILURES))

@@ -24,6 +24,7 @@ _OUTCOMES: Final = (
     ("deferred", ""),
     ("released", ""),
 )
+_REFUSALS: Final = tuple((reason,) for reason in ("done", "expired", "max_deliveries", "missing_key", "undecodable"))
 #: What is 0 before it happens for the first time: a rate sees no rise in a series that begins with it. Of each
 #: metric the one that says whose series there are, how many of its attributes they share, and what the others are.
 _ZEROS: Final[tuple[tuple[Metric, Metric, int, tuple[tuple[str, ...], ...]], ...]] = (
@@ -31,7 +32,7 @@ _ZEROS: Final[tuple[tuple[Metric, Metric, int, tuple[tuple[str, ...], ...]], ...
     *((metric, names.PROCESSES, 1, (("process",),)) for metric in (names.RETRIES, names.WAITED, names.BLOCKED)),
     *((metric, names.PROCESSES, 1, ((),)) for metric in (names.EMPTY_FETCHES, names.FAILED_FETCHES, names.ABANDONED)),
     *((metric, names.PROCESSES, 1, ((),)) for metric in (names.FENCED, names.BREACHES, names.PROCESSES_DIED)),
-    (names.REFUSED, names.PROCESSES, 1, (("done",), ("expired",), ("max_deliveries",), ("undecodable",))),
+    (names.REFUSED, names.PROCESSES, 1, _REFUSALS),
     (names.SETTLED, names.PROCESSES, 1, (("settled",), ("lost",), ("failed",))),
     (names.PROVIDER_ATTEMPTS, names.PROVIDER_ATTEMPTS, 2, (("failed", "circuit_open"), ("failed", "quota_exhausted"))),
     (names.PROVIDER_BREAKERS, names.PROVIDER_ATTEMPTS, 2, (("closed",), ("half_open",), ("open",))),

@@ -14,7 +14,7 @@ from ergon_framework.engine.outcome import Err, Expired, Ok, Stopped
 from ergon_framework.engine.senses import Senses
 from ergon_framework.engine.slots import Mailbox
 from ergon_framework.errors import Category
-from ergon_framework.failure import Attempt
+from ergon_framework.failure import Attempt, Deferral
 from ergon_framework.task.admission import Admission
 from ergon_framework.task.handling import Handling
 from ergon_framework.task.intake import Intake
@@ -120,18 +120,61 @@ def test_what_cannot_be_decoded_is_refused_with_its_error() -> None:
 
 @pytest.mark.spec("SEC-26")
 @pytest.mark.invariant
-def test_what_needs_a_missing_key_is_put_off_and_never_refused() -> None:
-    world, one, two = World(max_deliveries=3), delivery("a", deliveries=99, expires_at=1.0), delivery("b")
+def test_a_message_without_its_key_is_deferred_for_as_long_as_an_unavailable_service() -> None:
+    world, one, two = World(max_deferral=100), delivery("a", attempts=2), delivery("b")
     one.error = two.error = MissingKeyError.of("2026-05")
     two.done = True
     put_off, known = world.takes(one, two).settling()
-    assert put_off.settlement == Later(30.0)
+    deferral = Deferral(count=1, since=1_050.0, at=1_050.0, until=1_150.0, code="missing_key", error=str(one.error))
+    assert put_off.settlement == Later(30.0, 2, (), deferral)
     assert (put_off.outcome.kind, put_off.outcome.reason, put_off.outcome.error) == (
         "deferred",
         "missing_key",
         one.error,
     )
     assert (known.settlement, world.report.refused) == (Ack(), {"done": 1})
+
+
+@pytest.mark.spec("SEC-26")
+@pytest.mark.invariant
+def test_a_message_whose_key_stays_missing_is_a_dead_letter_that_names_the_key() -> None:
+    world = World(max_deferral=100)
+    past = Deferral(count=4, since=960.0, at=1_040.0, until=1_060.0, code="missing_key")
+    early, late = delivery("a", deferral=past), delivery("b", deferral=past)
+    early.error = late.error = MissingKeyError.of("2026-05")
+    (put_off,) = world.takes(early).settling()
+    assert (put_off.settlement.delay, put_off.settlement.deferral.count) == (10.0, 5)
+    world.now = 60.0
+    (item,) = world.takes(late).settling()
+    assert (item.settlement.reason, world.report.refused) == ("missing_key", {"missing_key": 1})
+    failure = item.settlement.failure
+    assert (failure.reason_code, failure.error_type) == ("missing_key", "MissingKeyError")
+    for words in ("'2026-05'", "ERGON_ENCRYPTION__KEYS", "replay"):
+        assert words in failure.error_message
+
+
+@pytest.mark.spec("SEC-26")
+@pytest.mark.parametrize("name, fields", [("max_deliveries", {"deliveries": 4}), ("expired", {"expires_at": 1_050.0})])
+def test_the_limits_of_other_messages_hold_without_the_key(name: str, fields: Any) -> None:
+    world, one = World(max_deliveries=3), delivery("a", **fields)
+    one.error = MissingKeyError.of("2026-05")
+    (item,) = world.takes(one).settling()
+    assert (item.settlement.reason, world.report.refused) == (name, {name: 1})
+    assert "'2026-05'" in item.settlement.failure.error_message
+
+
+@pytest.mark.spec("SEC-26")
+@pytest.mark.parametrize("times", [{"since": 1e15}, {"since": 0.0, "exempt": 1e15}])
+def test_no_producer_can_make_a_deferral_last_for_ever(times: dict[str, float]) -> None:
+    forged = Deferral(**{"count": 1, "at": 0.0, "until": 1e15, **times})
+    world, one = World(max_deferral=100), delivery("a", deferral=forged)
+    one.error = MissingKeyError.of("invented")
+    (put_off,) = world.takes(one).settling()
+    assert put_off.settlement.deferral.until == 1_150.0
+    world.now += 100.0
+    one.transaction = put_off.settlement.apply(one.transaction)
+    (item,) = world.takes(one).settling()
+    assert item.settlement.reason == "missing_key"
 
 
 def test_one_delivery_too_many_is_refused() -> None:

@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, ParentBased
 from opentelemetry.trace import StatusCode
 
-from ergon_framework.connectors.base import Delivery, Later, SettleResult
+from ergon_framework.connectors.base import Delivery, Later, MissingKeyError, SettleResult
 from ergon_framework.engine.attempts import Note
 from ergon_framework.engine.effects import Call
 from ergon_framework.task import observe
@@ -555,3 +555,19 @@ def test_a_callback_cannot_end_the_loop_whatever_it_raises(caplog):
 
     safely(leave)(outcome(Kind.SUCCEEDED))
     assert [record.exc_info[0] for record in caplog.records] == [KeyboardInterrupt]
+
+
+@pytest.mark.spec("SEC-26")
+def test_a_hundred_missing_keys_a_minute_are_errors_and_no_more_are_remembered(clocks, caplog):
+    seen = Seen()
+
+    def miss(key_id):
+        caplog.clear()
+        seen.observer.ended(outcome(Kind.DEFERRED, reason="missing_key", error=MissingKeyError.of(key_id)))
+        [(level, *_)] = events(caplog)
+        return level
+
+    assert {miss(f"key-{number}") for number in range(100)} == {"ERROR"}
+    assert [miss("key-0"), miss("one-more")] == ["INFO", "INFO"]
+    clocks.seconds += 60.0
+    assert [miss("one-more"), miss("key-0"), miss("key-0")] == ["ERROR", "ERROR", "INFO"]

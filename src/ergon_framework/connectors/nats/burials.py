@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from ergon_framework.connectors.base import ConnectorError, DeadLetter, Delivery
+from ergon_framework.connectors.base import ConnectorError, DeadLetter, Delivery, MissingKeyError
 from ergon_framework.connectors.codec import PROGRESS, Codec, decode
 from ergon_framework.connectors.deadletters import (
     Became,
@@ -61,6 +61,9 @@ def burial(
     """What puts a message aside; asked for twice it happens once."""
     transaction = delivery.transaction
     history, deferral, errors = hide_errors(keys_of(codec), transaction, transaction.history, transaction.deferral)
+    if isinstance(delivery.error, MissingKeyError):
+        # The texts of its errors need the same key: they stay as they are.
+        history, deferral, errors = transaction.history, transaction.deferral, delivery.error.errors
     hidden = replace(delivery, transaction=transaction.replace(history=history, deferral=deferral))
     letter = replace(settlement, failure=hide_failure(keys_of(codec), settlement.failure))
     record = DeadLetterRecord.of(hidden, letter, queue=queue, at=time.time())

@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from ergon_framework.connectors.base import Later
+from ergon_framework.connectors.base import ConnectorError, Delivery, Later, MissingKeyError
 from ergon_framework.connectors.codec import Codec
 from ergon_framework.connectors.encryption import hide_errors, keys_of, reveal_errors
 from ergon_framework.failure import Attempt, Deferral
@@ -47,16 +47,26 @@ class Note:
         since = delivered - self.delivered if delivered > self.delivered else delivered
         return self.paid + since
 
-    def after(self, later: Later, transaction: Transaction, codec: Codec) -> Note:
-        """Return this note with what *transaction* comes back with."""
-        history, deferral, errors = hide_errors(keys_of(codec), transaction, later.history[-HISTORY:], later.deferral)
+    def after(self, later: Later, delivery: Delivery, codec: Codec) -> Note:
+        """Return this note with what the transaction of *delivery* comes back with."""
+        transaction, error = delivery.transaction, delivery.error
+        if isinstance(error, MissingKeyError):
+            # The texts of its errors need the same key: they stay as they are.
+            history, deferral, errors = later.history[-HISTORY:], later.deferral, error.errors
+        else:
+            keys, past = keys_of(codec), later.history[-HISTORY:]
+            history, deferral, errors = hide_errors(keys, transaction, past, later.deferral)
         return replace(self, attempts=later.attempts, history=history, deferral=deferral, errors=errors)
 
-    def applied(self, transaction: Transaction, codec: Codec) -> Transaction:
-        """*transaction* with what it has gone through."""
+    def apply(self, transaction: Transaction, error: ConnectorError | None, codec: Codec) -> Transaction:
+        """Return *transaction* with what it has gone through; *error* is set if its key is missing."""
         if self.attempts is None:
             return transaction
-        history, deferral = reveal_errors(keys_of(codec), transaction, self.history, self.deferral, self.errors)
+        history, deferral = self.history, self.deferral
+        if isinstance(error, MissingKeyError):
+            error.errors = self.errors
+        else:
+            history, deferral = reveal_errors(keys_of(codec), transaction, history, deferral, self.errors)
         return transaction.replace(attempts=self.attempts, history=history, deferral=deferral)
 
     def written(self) -> bytes:

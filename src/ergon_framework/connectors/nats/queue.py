@@ -25,6 +25,7 @@ from ergon_framework.connectors.base import (
     Release,
     SettleResult,
     Settling,
+    UndecodableError,
     Unlisten,
 )
 from ergon_framework.connectors.codec import Codec, decode, describe_unread
@@ -414,9 +415,9 @@ class NatsQueue(AsyncConnector):
             transaction = self._codec.decode(message.data, headers, source=self._name)
         except Exception:  # noqa: BLE001 - whatever it is, the next line tells it
             transaction, error = decode(self._codec, message.data, headers, source=self._name)
-        claim.readable = error is None
-        if claim.note is not None and error is None:
-            transaction = claim.note.applied(transaction, self._codec)
+        claim.readable = not isinstance(error, UndecodableError)
+        if claim.note is not None and claim.readable:
+            transaction = claim.note.apply(transaction, error, self._codec)
         return Delivery(transaction, claim, claim.deliveries, claim.until, error)
 
     async def _with_notes(self, line: Line, claims: Sequence[Claim]) -> None:

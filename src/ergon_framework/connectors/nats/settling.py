@@ -175,7 +175,7 @@ class Settler:
         due = time.time() + delay if delay > 0 else 0.0
         note = Note(claim.deliveries - 1, claim.delivered, due)
         if later is not None and claim.readable:
-            note = note.after(later, delivery.transaction, self._codec)
+            note = note.after(later, delivery, self._codec)
         elif known is not None:
             note = replace(
                 note, attempts=known.attempts, history=known.history, deferral=known.deferral, errors=known.errors

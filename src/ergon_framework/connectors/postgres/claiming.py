@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ergon_framework.connectors.base import Delivery
+from ergon_framework.connectors.base import Delivery, UndecodableError
 from ergon_framework.connectors.codec import Codec, decode, describe_unread
 from ergon_framework.connectors.limits import FetchLimits
 from ergon_framework.connectors.postgres import statements
@@ -281,5 +281,5 @@ class Claiming:
             transaction, error = describe_unread(size, texts(headers), source=self._name, limit=limit)
         else:
             transaction, error = decode(self._codec, body, texts(headers), source=self._name)
-        receipt = Receipt(place, worker, token, rank, key, error is None)
+        receipt = Receipt(place, worker, token, rank, key, not isinstance(error, UndecodableError))
         return Delivery(transaction, receipt, deliveries, until, error, done)

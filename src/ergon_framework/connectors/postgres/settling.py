@@ -249,7 +249,7 @@ class Settler:
         _, delivery, how = placed
         if not delivery.receipt.readable:
             return None
-        return json.dumps(write_envelope(self._codec, how.apply(delivery.transaction)))
+        return json.dumps(write_envelope(self._codec, delivery, how))
 
 
 def _claim(receipt: Receipt) -> _Claim:

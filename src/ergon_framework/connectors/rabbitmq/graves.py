@@ -18,7 +18,7 @@ from pika.adapters.blocking_connection import BlockingChannel
 from pika.exceptions import AMQPError, ChannelClosedByBroker, NackError, UnroutableError
 
 from ergon_framework.connectors.base import DeadLetter, Delivery, MissingKeyError, UndecodableError
-from ergon_framework.connectors.codec import Codec, UnencodableError, decode
+from ergon_framework.connectors.codec import Codec, UnencodableError, decode, remove_progress
 from ergon_framework.connectors.deadletters import Became, DeadLetterQuery, DeadLetterRecord, ReplayResult
 from ergon_framework.connectors.encryption import hide_record, reveal_record
 from ergon_framework.connectors.rabbitmq import topology
@@ -171,9 +171,9 @@ class Graves:
 
     def _original(self, message: Message, record: DeadLetterRecord) -> tuple[bytes, Mapping[str, str]]:
         if _MARK not in message.table:
-            return message.body, message.headers
+            return message.body, remove_progress(message.headers)
         if record.raw is not None and record.headers:  # what could not be read goes back as it came
-            return record.raw, record.headers
+            return record.raw, remove_progress(record.headers)
         return self._codec.encode(record.fresh())
 
     # -- reading ---------------------------------------------------------------------------------------

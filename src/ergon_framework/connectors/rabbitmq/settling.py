@@ -19,6 +19,7 @@ from ergon_framework.connectors.base import (
     Settlement,
     SettleResult,
     Settling,
+    UndecodableError,
 )
 from ergon_framework.connectors.codec import Codec, UnencodableError
 from ergon_framework.connectors.encryption import write_envelope
@@ -132,9 +133,9 @@ class Settler:
 
     def _later(self, delivery: Delivery, how: Later, message: Message) -> Outgoing | None:
         written: dict[str, str] | None = None
-        if delivery.error is None:  # what could not be read comes back as it was
+        if not isinstance(delivery.error, UndecodableError):  # what could not be read comes back as it was
             try:
-                written = write_envelope(self._codec, how.apply(delivery.transaction))
+                written = write_envelope(self._codec, delivery, how)
             except UnencodableError:
                 return None
         wait = topology.step(how.delay) if how.delay > 0 else 0

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
-from ergon_framework.connectors.base import Delivery, Release, Settling
+from ergon_framework.connectors.base import Delivery, Release, Settling, UndecodableError
 from ergon_framework.connectors.limits import FetchLimits
 from ergon_framework.connectors.redis import scripts
 from ergon_framework.connectors.redis.doorbell import Seen
@@ -150,7 +150,8 @@ class Claiming:
         body, headers = self._messages.split(fields)
         transaction, error = self._messages.read(body, headers) if size < 0 else self._messages.describe(size, headers)
         deliveries = max(1, counted(headers) + count - free) if free or DELIVERIES in headers else count
-        receipt = self.held[place] = Receipt(place, self.consumer, count, deliveries, error is None)
+        readable = not isinstance(error, UndecodableError)
+        receipt = self.held[place] = Receipt(place, self.consumer, count, deliveries, readable)
         return Delivery(transaction, receipt, deliveries, until, error)
 
     def settled(self, receipt: Receipt) -> None:

@@ -160,7 +160,7 @@ def _changes(delivery: Delivery, later: Later, codec: Codec) -> tuple[str, str]:
     changed = {DELIVERIES: str(free)} if free else {}
     if not delivery.receipt.readable:
         return json.dumps([DELIVERIES]), _flat(changed)
-    headers = write_envelope(codec, later.apply(delivery.transaction))
+    headers = write_envelope(codec, delivery, later)
     return _CHANGING, _flat(changed | {name: headers[name] for name in CHANGING if name in headers})
 
 

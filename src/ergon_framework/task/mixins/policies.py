@@ -196,7 +196,7 @@ class ConsumerLoopPolicy(Policy):
     max_deferral: Seconds = Field(
         default=3600.0,
         description="Seconds since its first deferral for which a transaction is deferred while a provider or the "
-        "facts boundary is unavailable; 0 turns such deferrals off.",
+        "facts boundary is unavailable, or its encryption key is missing; 0 turns such deferrals off.",
     )
 
 
