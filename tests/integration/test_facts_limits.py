@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import resource
 import socket
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
 import grpc
 import pytest
@@ -17,6 +18,7 @@ from ergon_framework.facts.service import boundary_pb2 as wire
 from ergon_framework.facts.service import faults
 from ergon_framework.facts.service.batches import write_facts
 from ergon_framework.facts.service.calls import SERVICE
+from ergon_framework.facts.service.limits import OWN_FILES
 from ergon_framework.facts.service.server import Limits
 from tests.integration.facts_zones import OUT, Zones, fact
 from tests.servers.certificates import fingerprint
@@ -100,7 +102,8 @@ def test_a_caller_without_rights_is_refused_before_its_request_is_received(zones
 def test_a_large_request_without_rights_is_told_why(zones):
     zones.serve(zones.store)
     call = zones.raw(zones.peer_files).unary_unary(SERVICE + "AppendFacts")
-    data = large(1)
+    # No message of the protocol: it would be refused for that if it were parsed first.
+    data = b"\xff" * 3 * MEBIBYTE
     for _ in range(20):
         assert refusal(call.future(data, timeout=20))[0] is grpc.StatusCode.PERMISSION_DENIED
 
@@ -111,7 +114,8 @@ def test_the_zones_of_a_request_are_compared_before_its_facts_are_read(zones):
     request = wire.AppendFactsRequest()
     write_facts([fact(1)], request.facts)
     request.facts.from_zones[:] = ["Plant B"]
-    request.facts.objects_json[:] = ["{"]
+    # Columns that do not fit are refused when the facts are read.
+    request.facts.objects_json[:] = []
     call = zones.raw(zones.plant_files).unary_unary(SERVICE + "AppendFacts")
     code, error = refusal(call.future(request.SerializeToString(), timeout=20))
     assert code is grpc.StatusCode.PERMISSION_DENIED
@@ -221,13 +225,13 @@ def test_the_health_is_watched_by_identities_only(zones, tmp_path):
     zones.serve(zones.store, revoked=path, limits=Limits(streams_per_identity=2))
     for files in (zones.unnamed_files, zones.stranger_files):
         with pytest.raises(grpc.RpcError) as caught:
-            next(zones.raw(files).unary_stream(HEALTH + "Watch")(b""))
+            next(zones.raw(files).unary_stream(HEALTH + "Watch")(b"", timeout=20))
         assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
-    watching = [zones.raw(zones.peer_files).unary_stream(HEALTH + "Watch")(b"") for _ in range(2)]
+    watching = [zones.raw(zones.peer_files).unary_stream(HEALTH + "Watch")(b"", timeout=20) for _ in range(2)]
     for each in watching:
         next(each)
     with pytest.raises(grpc.RpcError, match="streams_per_identity"):
-        next(zones.raw(zones.peer_files).unary_stream(HEALTH + "Watch")(b""))
+        next(zones.raw(zones.peer_files).unary_stream(HEALTH + "Watch")(b"", timeout=20))
     # It ends with the certificate.
     path.write_text(fingerprint(zones.peer_files), encoding="utf-8")
     with pytest.raises(grpc.RpcError) as ended:
@@ -251,7 +255,7 @@ def test_checks_that_send_no_request_are_limited_and_end(zones, never):
     [
         (health_pb2.HealthCheckRequest(service="other").SerializeToString(), grpc.StatusCode.NOT_FOUND),
         (b"\xff\xff", grpc.StatusCode.INVALID_ARGUMENT),
-        (b"\x0a" * 2000, grpc.StatusCode.INVALID_ARGUMENT),
+        (health_pb2.HealthCheckRequest(service="x" * 2000).SerializeToString(), grpc.StatusCode.INVALID_ARGUMENT),
     ],
 )
 def test_a_check_of_something_else_is_refused(zones, data, code):
@@ -303,3 +307,28 @@ def test_compression_is_off_unless_it_is_configured(zones, compression, code):
     zones.serve(zones.store, limits=Limits(compression=compression))
     end_of = zones.raw(zones.plant_files).unary_unary(SERVICE + "EndOf")
     assert end_of.future(END_OF, timeout=20, compression=grpc.Compression.Gzip).code().name == code
+
+
+@pytest.mark.spec("SEC-08")
+def test_the_connections_of_a_service_fit_into_the_files_that_it_may_open(tmp_path):
+    with closing(Zones(tmp_path)) as alone:
+        resource.prlimit(alone.host.pid, resource.RLIMIT_NOFILE, (OWN_FILES + 3, OWN_FILES + 3))
+        alone.serve("store", limits=Limits(handshake=4.0))
+        with ExitStack() as stack:
+            silent = [stack.enter_context(connected(alone)) for _ in range(4)]
+            began = time.monotonic()
+            assert is_closed(silent[3])
+            assert time.monotonic() - began < 3
+
+
+@pytest.mark.spec("SEC-08")
+def test_a_service_logs_repeated_refusals_as_a_count(tmp_path, capfd):
+    with closing(Zones(tmp_path)) as alone:
+        alone.serve("store")
+        call = alone.raw(alone.peer_files).unary_unary(SERVICE + "AppendFacts")
+        for _ in range(50):
+            assert refusal(call.future(b"", timeout=20))[0] is grpc.StatusCode.PERMISSION_DENIED
+        alone.host.ask("stop", "store")
+    first, repeated = [line for line in capfd.readouterr().err.splitlines() if "access denied" in line]
+    assert "count=" not in first
+    assert "count=49" in repeated

@@ -8,6 +8,7 @@ import pytest
 from psycopg import errors
 
 from ergon_framework.errors import ErgonError
+from ergon_framework.executor.jobs import statements
 from ergon_framework.executor.jobs.client import JobClient
 from ergon_framework.schema.lines import Lines
 from tests.integration.jobs import orchestrator, policy, rows, running, until
@@ -21,8 +22,6 @@ MOST = 300
 LEAST = 20
 #: Of those that die, every so manieth statement is the last.
 STEP = 4
-#: The first ones look at the tables and open the queue: an orchestrator that cannot even do that says so and ends.
-FIRST = 4
 
 
 @pytest.fixture
@@ -31,13 +30,18 @@ def dsn(database):
 
 
 class Fault:
-    """Has the statement number *at* of the orchestrator go wrong; the client is sync, and left alone."""
+    """Has the statement number *at* of the orchestrator go wrong; the client is sync, and left alone.
+
+    Counted from its registration on: before that it looks at the tables and opens the queue, and an orchestrator that
+    cannot even do that says so and ends.
+    """
 
     def __init__(self, at, *, when, error=errors.AdminShutdown):
         self.at = at
         self.when = when
         self.error = error
         self.statements = 0
+        self.is_registered = False
         self.struck, self.resumed = asyncio.Event(), asyncio.Event()
         #: The connections of the one that dies.
         self.theirs = set()
@@ -69,17 +73,25 @@ class Fault:
         try:
             query = next(operation)
             while True:
-                number, self.statements = self.statements, self.statements + 1
+                number = self._number()
                 try:
                     self._strike(number, "before")
                     rows_of = yield query
                     self._strike(number, "after")
+                    self.is_registered |= getattr(query, "sql", None) == statements.REGISTER
                 except BaseException as error:
                     query = operation.throw(error)
                 else:
                     query = operation.send(rows_of)
         except StopIteration as stop:
             return stop.value
+
+    def _number(self):
+        """The number of the next statement; None before the registration."""
+        if not self.is_registered:
+            return None
+        self.statements += 1
+        return self.statements - 1
 
     def _strike(self, number, when):
         if number == self.at and when == self.when:
@@ -145,7 +157,7 @@ def test_whichever_statement_fails_every_job_comes_to_its_end_with_its_attempts_
 ):
     async def main():
         struck = 0
-        for at in range(FIRST, MOST, step):
+        for at in range(0, MOST, step):
             fault = Fault(at, when=when, error=error)
             mend = fault.install(monkeypatch)
             try:
@@ -166,7 +178,7 @@ def test_whichever_statement_fails_every_job_comes_to_its_end_with_its_attempts_
 def test_whichever_statement_is_an_orchestrators_last_another_one_brings_every_job_to_its_end(dsn, monkeypatch, when):
     async def main():
         struck = 0
-        for at in range(FIRST, MOST, STEP):
+        for at in range(0, MOST, STEP):
             fault = Fault(at, when=when)
             with JobClient(dsn) as client:
                 ids = submitted(client)

@@ -192,7 +192,10 @@ def test_the_probes_of_a_new_project_are_open_to_the_monitoring_only(broker):
     found = documents(project(broker))
     policy, pod = found["networkpolicy"]["spec"], found["deployment"]["spec"]["template"]
     assert policy["podSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+    assert policy["policyTypes"] == ["Ingress"]
     (rule,) = policy["ingress"]
+    monitoring = {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}
+    assert rule["from"] == [{"namespaceSelector": monitoring}]
     (port,) = pod["spec"]["containers"][0]["ports"]
     assert rule["ports"] == [{"port": port["name"]}]
 

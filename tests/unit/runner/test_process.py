@@ -6,7 +6,7 @@ import sys
 import time
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event, Thread, Timer
 
 import pytest
 
@@ -431,7 +431,8 @@ def test_a_start_waits_for_a_server_that_is_unavailable_and_names_the_cause(flav
 def test_a_stop_ends_a_start_that_waits(flavour):
     queue = Unopened()
     retry = {"backoff": 3600.0, "cap": 0.0}
-    policy = ConsumerPolicy.load({"loop": {"streaming": True}, "steps": {"fetch": {"retry": retry}}})
+    loop = {"streaming": True, "drain_timeout": 5.0}
+    policy = ConsumerPolicy.load({"loop": loop, "steps": {"fetch": {"retry": retry}}})
     process = Process(consumer(queue)(HANDLERS[flavour]), policy)
 
     def look():
@@ -449,7 +450,11 @@ def test_a_stop_ends_a_start_that_waits(flavour):
 @pytest.mark.parametrize("flavour", HANDLERS)
 def test_a_run_that_ends_with_its_queue_does_not_wait_at_its_start(flavour):
     queue = Unopened()
-    ended = Process(consumer(queue)(HANDLERS[flavour]), ConsumerPolicy()).run()
+    process = Process(consumer(queue)(HANDLERS[flavour]), ConsumerPolicy())
+    limit = Timer(10, process.order, [Order.STOP])
+    limit.start()
+    ended = process.run()
+    limit.cancel()
     assert (ended.exit, type(ended.error), queue.attempts) == (Exit.FAILED, ConnectionLost, 1)
 
 
