@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 
 import psycopg
@@ -13,8 +15,8 @@ import pytest
 
 from ergon_framework.errors import ConfigurationError
 from ergon_framework.facts.boundary import confirmed
-from ergon_framework.facts.errors import BufferFull, FactConflict, FactError
-from ergon_framework.facts.model import Cursor, Envelope, Fact, Pair, Side
+from ergon_framework.facts.errors import BufferFull, FactConflict, FactError, InvalidFactError
+from ergon_framework.facts.model import Cursor, Envelope, Fact, Pair, Side, Stored
 from ergon_framework.facts.stores.memory import MemoryBoundary
 from ergon_framework.facts.stores.memory_contents import MemoryContents
 from ergon_framework.facts.stores.postgres import PostgresBoundary
@@ -496,6 +498,85 @@ def test_a_content_whose_name_never_came_is_collected(store, database):
     assert len(contents.contents) == 1
     client.prune(2**52)
     assert contents.contents == {}
+
+
+class SealedBetween(MemoryContents):
+    """An upload that is complete is sealed right before call *number* of another upload, and stays without a name."""
+
+    def __init__(self, number):
+        super().__init__()
+        self._calls = number
+        self.complete, self._seal, self._sealed, self.go_on = (threading.Event() for _ in range(4))
+
+    def _count(self):
+        if self.complete.is_set():
+            self._calls -= 1
+            if self._calls == 0:
+                self._seal.set()
+                assert self._sealed.wait(PATIENCE)
+
+    def received(self, upload):
+        self._count()
+        return super().received(upload)
+
+    @contextmanager
+    def receive(self, upload=None, *, begin=0):
+        self._count()
+        with super().receive(upload, begin=begin) as receiving:
+            seal = receiving.seal
+
+            def sealed(expected=None):
+                self.complete.set()
+                assert self._seal.wait(PATIENCE)
+                made = seal(expected)
+                self._sealed.set()
+                assert self.go_on.wait(PATIENCE)
+                return made
+
+            receiving.seal = sealed
+            yield receiving
+
+
+@contextmanager
+def sealed_between(store, database, number):
+    """Two uploads of the same artifact: the first is sealed and not named, the second goes on behind its last byte."""
+    content = b"the last byte is here"
+    expected = Stored(f"sha256:{hashlib.sha256(content).hexdigest()}", len(content))
+    contents = SealedBetween(number)
+    client, other = store(contents=contents), store(contents=contents)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(client.put_object, "b", "k", [content], expected=expected)
+        assert contents.complete.wait(PATIENCE)
+        second = pool.submit(other.put_object, "b", "k", [], expected=expected, begin=len(content))
+        try:
+            waiting = "select 1 from pg_locks where locktype = 'advisory' and not granted"
+            until = time.monotonic() + PATIENCE
+            while not second.done() and not rows(database, waiting):
+                assert time.monotonic() < until, "the second upload neither waits nor ends"
+            yield contents, expected, first, second
+        finally:
+            contents.go_on.set()
+
+
+@pytest.mark.invariant
+@pytest.mark.spec("FAC-21")
+@pytest.mark.parametrize("number", [1, 2])
+def test_an_upload_that_another_call_is_sealing_is_confirmed_once_it_has_its_name(store, database, number):
+    with sealed_between(store, database, number) as (contents, expected, first, second):
+        assert not second.done(), second
+        contents.go_on.set()
+        assert [first.result(PATIENCE), second.result(PATIENCE)] == [expected, expected]
+
+
+@pytest.mark.invariant
+@pytest.mark.spec("FAC-21")
+@pytest.mark.parametrize("number", [1, 2])
+def test_an_upload_that_was_sealed_and_not_named_is_not_confirmed(store, database, number):
+    with sealed_between(store, database, number) as (_, _, _, second):
+        killed = "select pg_terminate_backend(pid) from pg_stat_activity where state = 'idle in transaction'"
+        rows(database, killed + " and datname = current_database()")
+        with pytest.raises(InvalidFactError, match=r"ask received\(\) first"):
+            second.result(PATIENCE)
 
 
 def test_without_contents_there_are_no_artifacts(store):

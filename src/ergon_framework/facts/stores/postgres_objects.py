@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -104,26 +104,63 @@ class Objects:
     def receiving(self, name: ObjectName, expected: Stored | None, begin: int) -> Iterator[Upload | Stored]:
         """An upload that may be added to and kept, or what is stored if all of it is here."""
         try:
-            stored = self._stored(name, expected, begin) if begin else None
-            stored = stored or self._check_room(name, expected)
-            if stored is not None:
-                observe.put(self._side.store_buffer, "repeated")
-                yield stored
-                return
-            upload = None if expected is None else _upload(name, expected)
-            with self._contents.receive(upload, begin=begin) as receiving:
-                yield Upload(name, receiving, expected, self._fits)
+            with ExitStack() as opened:
+                begun = self._begin(opened, name, expected, begin)
+                if isinstance(begun, Stored):
+                    observe.put(self._side.store_buffer, "repeated")
+                    yield begun
+                else:
+                    yield Upload(name, begun, expected, self._fits)
         except BaseException as error:
             observe.put_failed(self._side.store_buffer, error)
             raise
 
+    def _begin(self, opened: ExitStack, name: ObjectName, expected: Stored | None, begin: int) -> Receiving | Stored:
+        """Open the upload until *opened* is closed; Stored if all of it is here."""
+        upload = None if expected is None else _upload(name, expected)
+        stored = self._stored(name, expected, begin) or self._check_room(name, expected)
+        if stored is not None:
+            return stored
+        try:
+            return opened.enter_context(self._contents.receive(upload, begin=begin))
+        except InvalidFactError:
+            # Another call has sealed the upload since it was looked for.
+            stored = self._stored(name, expected, begin)
+            if stored is None:
+                raise
+            return stored
+
     def _stored(self, name: ObjectName, expected: Stored | None, begin: int) -> Stored | None:
-        """What is stored under that name already, for whoever goes on at *begin*; None if there is more to come."""
-        here = 0 if expected is None else self.received(name, expected)
-        if expected is None or not 0 < begin <= here:
-            raise refusals.too_far(name, begin, here)
-        # Stored, and no longer an upload: there is nothing to go on with.
-        return expected if begin > self._contents.received(_upload(name, expected)) else None
+        """Return what is stored under that name, for a caller that goes on at *begin*; None if there is more to come.
+
+        While another call seals the same upload, its bytes are no upload any more and have no name yet: wait until the
+        name is committed, or the other call has failed.
+        """
+        if begin == 0:
+            return None
+        here = 0
+        if expected is not None:
+            for wait in (False, True):
+                if wait:
+                    self._wait_for_naming(expected)
+                # In this order: a sealed upload that is not found here may have its name by now.
+                here = self._contents.received(_upload(name, expected))
+                if 0 < begin <= here:
+                    return None
+                if self._is_stored(name, expected):
+                    here = expected.size
+                    if 0 < begin <= here:
+                        return expected
+        raise refusals.too_far(name, begin, here)
+
+    def _wait_for_naming(self, expected: Stored) -> None:
+        """Return when no call is between sealing the content and committing its name."""
+        store = self._store()
+        store.lines.run(_wait_for_naming(store, expected), within=ASKING)
+
+    def _is_stored(self, name: ObjectName, expected: Stored) -> bool:
+        known = self._asked(name, statements.OBJECT)
+        return known is not None and known.stored == expected and self._contents.size_of(expected.digest) is not None
 
     def _check_room(self, name: ObjectName, expected: Stored | None) -> Stored | None:
         """Refuse what is announced larger than there is room for, before a byte of it is here.
@@ -222,10 +259,7 @@ class Objects:
 
     def received(self, name: ObjectName, expected: Stored) -> int:
         """Bytes of an upload that are here."""
-        known = self._asked(name, statements.OBJECT)
-        if known is not None and known.stored == expected and self._contents.size_of(expected.digest) is not None:
-            return expected.size
-        return self._contents.received(_upload(name, expected))
+        return expected.size if self._is_stored(name, expected) else self._contents.received(_upload(name, expected))
 
     # -- giving out -----------------------------------------------------------------------------------
 
@@ -331,6 +365,13 @@ def _row(name: ObjectName, statement: str) -> Operation[_Row | None]:
         return None
     number, digest, size, zone = rows[0]
     return _Row(number, Stored(f"sha256:{digest}", size), zone)
+
+
+def _wait_for_naming(store: Store, expected: Stored) -> Operation[None]:
+    yield from store.opened()
+    yield BEGIN
+    yield Query(statements.AWAIT_CONTENT, {"digest": hexadecimal(expected.digest)})
+    yield COMMIT
 
 
 def _found(name: ObjectName, given: Stored) -> Operation[bool]:

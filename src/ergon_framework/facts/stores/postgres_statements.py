@@ -223,6 +223,8 @@ on conflict do nothing
 """
 #: Whoever removes a content takes this lock for himself. It ends with the session, however that ends.
 HOLD_CONTENT: Final = "select pg_advisory_xact_lock_shared(hashtextextended(%(digest)s, 6))"
+#: Granted when no transaction holds the content; it ends with the transaction, so that it is held for a moment only.
+AWAIT_CONTENT: Final = "select pg_advisory_xact_lock(hashtextextended(%(digest)s, 6))"
 CONTENT: Final = "select 1 from ergon.fact_contents where digest = decode(%(digest)s, 'hex')"
 
 ROOM: Final = """
