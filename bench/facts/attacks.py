@@ -1,6 +1,6 @@
 """Attacks on `ergon facts serve`, and whether an honest caller is served while each of them runs.
 
-    python bench/facts/attacks.py                 all of them, about a minute
+    python bench/facts/attacks.py                 all of them, about two minutes
     python bench/facts/attacks.py streams idle    only these
 
 The service runs in a process of its own with default limits and a store in memory. An honest zone appends facts and
@@ -17,6 +17,7 @@ import json
 import re
 import resource
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -40,6 +41,10 @@ from tests.servers.certificates import Authority, fingerprint, with_other_signat
 P99_MS = 500.0
 #: Seconds for which each attack runs.
 SECONDS = 5.0
+#: Idle connections that an attack holds, in so many threads, and seconds after which the honest caller comes.
+IDLE = 4_400
+IDLE_THREADS = 8
+IDLE_SECONDS = 15.0
 BOUNDARY = "/ergon.facts.v1.Boundary/"
 HEALTH = "/grpc.health.v1.Health/"
 #: The usual soft limit of open files, with which the service is started.
@@ -286,6 +291,78 @@ def idle(service, honest):
     return {"connections": len(held), "closed_by_timeout": closed, "held": closed == len(held)}
 
 
+class IdleConnections:
+    """4,400 connections from *address* with a complete handshake and no call; each that is closed is opened again."""
+
+    def __init__(self, service, files, address):
+        host, _, port = service.where.partition(":")
+        self._target, self._address = (host, int(port)), address
+        self._context = ssl.create_default_context(cafile=str(files.authorities))
+        self._context.load_cert_chain(files.certificate, files.key)
+        self._context.set_alpn_protocols(["h2"])
+        self._lines = [[] for _ in range(IDLE_THREADS)]
+        self._threads = [threading.Thread(target=self._run, args=(lines,), daemon=True) for lines in self._lines]
+        self._over = threading.Event()
+        self.counts = Counter()
+
+    def __enter__(self):
+        for thread in self._threads:
+            thread.start()
+        return self.counts
+
+    def __exit__(self, *_):
+        self._over.set()
+        for thread in self._threads:
+            thread.join(30)
+        for line in itertools.chain.from_iterable(self._lines):
+            line.close()
+
+    def _run(self, lines):
+        while not self._over.wait(0.01):
+            for line in [line for line in lines if self._is_closed(line)]:
+                lines.remove(line)
+                line.close()
+                self.counts["closed"] += 1
+            for _ in range(min(20, IDLE // IDLE_THREADS - len(lines))):
+                with contextlib.suppress(OSError):
+                    lines.append(self._open())
+                    self.counts["opened"] += 1
+            self.counts["most"] = max(self.counts["most"], sum(map(len, self._lines)))
+
+    def _open(self):
+        line = socket.create_connection(self._target, timeout=5, source_address=(self._address, 0))
+        line = self._context.wrap_socket(line, server_hostname="localhost")
+        line.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))
+        line.settimeout(0)
+        return line
+
+    @staticmethod
+    def _is_closed(line):
+        try:
+            return line.recv(1000) == b""
+        except (ssl.SSLWantReadError, BlockingIOError):
+            return False
+        except OSError:
+            return True
+
+
+def idle_unnamed(service, honest):
+    """Idle connections of a certificate without a name, from another address than the honest caller's."""
+    with IdleConnections(service, service.unnamed, "127.0.0.5") as counts:
+        # As long as it takes to open as many as the service has places.
+        time.sleep(IDLE_SECONDS)
+        honest.call_for(2 * SECONDS, reconnect=True)
+    return {**counts, "held": counts["most"] < IDLE / 2}
+
+
+def idle_unnamed_same_address(service, honest):
+    """The same from the address of the honest caller, as behind a proxy."""
+    with IdleConnections(service, service.unnamed, "127.0.0.1") as counts:
+        time.sleep(IDLE_SECONDS)
+        honest.call_for(2 * SECONDS, reconnect=True)
+    return {**counts, "held": counts["most"] < IDLE / 2}
+
+
 def compressed(service, honest):
     """Compressed requests that are a thousand times larger than they look."""
     seen = []
@@ -342,7 +419,19 @@ def _memory(service):
 
 ATTACKS = {
     attack.__name__: attack
-    for attack in (twin, streams, large, own, idle, compressed, refusals, slow_probes_64, slow_probes)
+    for attack in (
+        twin,
+        streams,
+        large,
+        own,
+        idle,
+        idle_unnamed,
+        idle_unnamed_same_address,
+        compressed,
+        refusals,
+        slow_probes_64,
+        slow_probes,
+    )
 }
 
 

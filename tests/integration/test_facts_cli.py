@@ -6,11 +6,13 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -121,6 +123,20 @@ def test_a_fact_is_appended_once_and_can_be_asked_for(served, pair):
     assert shown.startswith("confirmed in the ESB at offset 1, sha256:")
     missing = served.run(served.plant, "get", "nothing", "--from", "Plant A", code=FactsExit.NOT)
     assert "there is no fact 'nothing'" in missing.stderr
+
+
+@pytest.mark.spec("SEC-08")
+def test_failed_handshakes_write_nothing_to_the_log(tmp_path, monkeypatch):
+    monkeypatch.delenv("GRPC_VERBOSITY", raising=False)
+    made = Served(tmp_path)
+    host, _, port = made.where.partition(":")
+    for _ in range(5):
+        with socket.create_connection((host, int(port)), timeout=20) as line:
+            line.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            with suppress(ConnectionError):
+                while line.recv(1000):
+                    pass
+    assert made.said().splitlines() == ["stopping; calls that run have 10 s to finish"]
 
 
 @pytest.mark.spec("RUN-04")

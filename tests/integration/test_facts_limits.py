@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import socket
+import ssl
 import threading
 import time
 from contextlib import ExitStack, closing
@@ -299,6 +300,127 @@ def test_connections_are_limited_and_free_again_after_a_handshake_that_was_none(
         for each in silent[:3]:
             assert is_closed(each)
         assert describe(zones, zones.plant_files)
+
+
+def hold(zones, files, stack):
+    """Open a connection with a complete handshake, which makes no call."""
+    context = ssl.create_default_context(cafile=str(files.authorities))
+    context.load_cert_chain(files.certificate, files.key)
+    context.set_alpn_protocols(["h2"])
+    line = context.wrap_socket(connected(zones), server_hostname="localhost")
+    stack.enter_context(line)
+    line.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))
+    return line
+
+
+def is_open(line):
+    """Whether the service has not closed *line*; what it has sent is read."""
+    line.setblocking(False)
+    try:
+        while data := line.recv(1000):
+            assert data
+    except (ssl.SSLWantReadError, BlockingIOError):
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def separate(zones, files, stack):
+    """A channel whose connection is shared with no other channel, and the signal that its connection was lost."""
+    pem = files.read()
+    credentials = grpc.ssl_channel_credentials(pem.authorities, pem.key, pem.certificate)
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    channel = stack.enter_context(grpc.secure_channel(zones.where, credentials, options=options))
+    states, lost = [], threading.Event()
+
+    def changed(state):
+        states.append(state)
+        if state is not grpc.ChannelConnectivity.READY and grpc.ChannelConnectivity.READY in states:
+            lost.set()
+
+    channel.subscribe(changed)
+    return channel, lost
+
+
+@pytest.mark.spec("SEC-08")
+@pytest.mark.parametrize("who", ["unnamed_files", "peer_files"])
+def test_idle_connections_do_not_keep_a_zone_out(zones, who):
+    zones.serve(zones.store, limits=Limits(connections=40))
+    with ExitStack() as stack:
+        for _ in range(40):
+            hold(zones, getattr(zones, who), stack)
+        channel, _ = separate(zones, zones.plant_files, stack)
+        assert channel.unary_unary(SERVICE + "Describe")(b"", timeout=5, wait_for_ready=True)
+
+
+@pytest.mark.spec("SEC-08")
+def test_an_address_has_so_many_connections_without_an_identity(zones):
+    zones.serve(zones.store, limits=Limits(connections_per_address=3))
+    with ExitStack() as stack:
+        channel, lost = separate(zones, zones.plant_files, stack)
+        assert channel.unary_unary(SERVICE + "Describe")(b"", timeout=20)
+        held = [hold(zones, zones.unnamed_files, stack) for _ in range(6)]
+        until = time.monotonic() + 5
+        while sum(map(is_open, held)) > 3 and time.monotonic() < until:
+            time.sleep(0.02)
+        assert sum(map(is_open, held)) == 3
+        assert not lost.is_set()
+
+
+@pytest.mark.spec("SEC-08")
+def test_a_connection_that_shows_no_identity_is_closed(zones):
+    zones.serve(zones.store, limits=Limits(identification=0.5))
+    with ExitStack() as stack:
+        channel, lost = separate(zones, zones.plant_files, stack)
+        assert channel.unary_unary(HEALTH + "Check")(b"", timeout=20)
+        idle = hold(zones, zones.plant_files, stack)
+        idle.settimeout(5)
+        while idle.recv(1000):
+            pass
+        assert not lost.is_set(), "a check by a zone shows its identity"
+
+
+@pytest.mark.spec("SEC-08")
+def test_a_connection_whose_identity_is_refused_is_closed(zones):
+    zones.serve(zones.store)
+    with ExitStack() as stack:
+        channel, lost = separate(zones, zones.unnamed_files, stack)
+        assert refusal(channel.unary_unary(SERVICE + "Describe").future(b"", timeout=20))[0].name == "PERMISSION_DENIED"
+        assert lost.wait(5)
+
+
+@pytest.mark.spec("SEC-05", "SEC-08")
+def test_an_idle_connection_is_closed_when_its_certificate_is_revoked(zones, tmp_path):
+    path = tmp_path / "revoked.txt"
+    path.write_text("", encoding="utf-8")
+    zones.serve(zones.store, revoked=path, limits=Limits(look=0.2))
+    with ExitStack() as stack:
+        channel, lost = separate(zones, zones.peer_files, stack)
+        assert channel.unary_unary(SERVICE + "Describe")(b"", timeout=20)
+        path.write_text(zones.peer_files.certificate.read_text(encoding="utf-8"), encoding="utf-8")
+        assert lost.wait(5)
+
+
+@pytest.mark.spec("SEC-08")
+def test_an_identity_has_so_many_connections(zones):
+    zones.serve(zones.store, limits=Limits(connections_per_identity=3))
+    with ExitStack() as stack:
+        opened = [separate(zones, zones.peer_files, stack) for _ in range(4)]
+        calls = [channel.unary_unary(SERVICE + "Describe") for channel, _ in opened]
+        for call in calls[:3]:
+            assert call(b"", timeout=20)
+        code, error = refusal(calls[3].future(b"", timeout=20))
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert isinstance(error, LimitExceeded)
+        assert "connections_per_identity" in str(error)
+        assert describe(zones, zones.plant_files)
+        assert opened[3][1].wait(5), "it is closed"
+        opened[0][0].close()
+        until = time.monotonic() + 10
+        while (code := calls[3].future(b"", timeout=20).code()) is not grpc.StatusCode.OK:
+            assert time.monotonic() < until, code
+            time.sleep(0.05)
 
 
 @pytest.mark.spec("SEC-08")

@@ -121,6 +121,13 @@ def serve(
     max_connections: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Connections at once, of all callers. Default: 4000.")
     ] = None,
+    max_caller_connections: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Connections at once of one identity. Default: 400.")
+    ] = None,
+    max_address_connections: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Connections of one address without an identity. Default: 500."),
+    ] = None,
     handshake_timeout: Annotated[
         float | None, typer.Option(parser=lasting, metavar="TIME", help="How long a handshake may take. Default: 5s.")
     ] = None,
@@ -165,6 +172,8 @@ def serve(
     """
     limits: dict[str, int | float | bool | None] = {
         "connections": max_connections,
+        "connections_per_identity": max_caller_connections,
+        "connections_per_address": max_address_connections,
         "handshake": handshake_timeout,
         "calls": max_calls,
         "calls_per_identity": max_caller_calls,

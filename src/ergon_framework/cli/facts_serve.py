@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import os
 import signal
 from collections.abc import AsyncIterator, Mapping
 from contextlib import ExitStack, asynccontextmanager
@@ -82,6 +83,8 @@ def served(order: Order) -> ServeExit:
     try:
         found = settings(order.config)
         configure(found.logging.level.upper(), found.logging.format)
+        # Before gRPC is imported: it writes a line to stderr for each failed handshake, as many as a caller likes.
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")
         libraries.needed()
         probes = found.run.probes
         if order.probe_port is not None:

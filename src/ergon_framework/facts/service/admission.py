@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
-from typing import Final, TypeAlias, TypeVar
+from typing import Final, TypeVar
 
 from ergon_framework.facts.errors import InvalidFactError, LimitExceeded
-from ergon_framework.facts.service.identity import Identity
+from ergon_framework.facts.service.identity import Identity, IdentityKey
 from ergon_framework.facts.service.limits import Limits
 
 #: Requests of one identity whose bytes are being received; further ones wait at the sender.
@@ -21,7 +21,6 @@ MAX_FETCHING: Final = 16
 THREADS: Final = 2
 
 T = TypeVar("T")
-Key: TypeAlias = tuple[frozenset[str], str | None]
 
 
 class Caller:
@@ -82,7 +81,7 @@ class Admission:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._calls = 0
-        self._callers: dict[Key, Caller] = {}
+        self._callers: dict[IdentityKey, Caller] = {}
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="ergon-facts-read")
 
     @contextmanager
@@ -109,7 +108,7 @@ class Admission:
             self._calls -= 1
             caller.open[kind] -= 1
             if caller.is_idle:
-                del self._callers[_key(who)]
+                del self._callers[who.key]
 
     async def run(self, who: Identity, work: Callable[[], T]) -> T:
         """Run *work* for *who* outside of the event loop."""
@@ -123,8 +122,4 @@ class Admission:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _of(self, who: Identity) -> Caller:
-        return self._callers.setdefault(_key(who), Caller(who.name, self._limits))
-
-
-def _key(who: Identity) -> Key:
-    return who.zones, who.operator
+        return self._callers.setdefault(who.key, Caller(who.name, self._limits))

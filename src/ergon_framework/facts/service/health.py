@@ -41,6 +41,7 @@ class HealthService:
         names: tuple[str, ...],
         *,
         identify: Callable[[Any], Identity],
+        recognise: Callable[[Any], None],
         recheck: Callable[[Identity], None],
         admission: Admission,
         refusals: Refusals,
@@ -48,6 +49,7 @@ class HealthService:
     ) -> None:
         self._names = names
         self._identify = identify
+        self._recognise = recognise
         self._recheck = recheck
         self._admission = admission
         self._refusals = refusals
@@ -81,7 +83,8 @@ class HealthService:
 
     async def _check(self, incoming: AsyncIterator[bytes], context: Any) -> bytes:
         async with self._refusals.told("Health.Check", context):
-            # By the certificate as it is: it may name no zone, and it is not worth reading.
+            self._recognise(context)
+            # By the certificate as it is: it may name no zone.
             certificate = context.auth_context().get("x509_pem_cert", [b""])[0]
             if self._checks[certificate] >= MAX_CHECKS:
                 raise LimitExceeded(f"there are {MAX_CHECKS} checks at once with this certificate, which is the limit")

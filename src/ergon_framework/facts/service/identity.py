@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final
+from typing import Final, TypeAlias
 from urllib.parse import quote, unquote
 
 from cryptography import x509
@@ -17,6 +17,9 @@ from cryptography.hazmat.primitives.hashes import SHA256, Hash
 
 from ergon_framework.facts.errors import AccessDenied, InvalidFactError
 from ergon_framework.facts.model import check_zone
+
+#: What two certificates of one identity have in common: the zones, and the operator.
+IdentityKey: TypeAlias = tuple[frozenset[str], str | None]
 
 ZONE: Final = "ergon://zone/"
 OPERATOR: Final = "ergon://operator/"
@@ -47,6 +50,11 @@ class Identity:
     public_key: str = ""
     #: The fingerprint and those of the same certificate with the other valid ECDSA signature, for old lists.
     fingerprints: frozenset[str] = frozenset()
+
+    @property
+    def key(self) -> IdentityKey:
+        """By what limits are counted."""
+        return self.zones, self.operator
 
     @property
     def name(self) -> str:

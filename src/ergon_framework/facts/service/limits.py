@@ -44,6 +44,11 @@ class Limits:
     bytes_per_identity: int = 64 * MEBIBYTE
     #: Connections at once, of all callers and those included that have shown no certificate yet.
     connections: int = 4_000
+    #: Connections of one identity at once, and those of one address that have not shown an identity by a call.
+    connections_per_identity: int = 400
+    connections_per_address: int = 500
+    #: How long a connection may stay open without an identity.
+    identification: float = 10.0
     #: How long a handshake may take.
     handshake: float = 5.0
     #: Whether compressed messages are accepted.
@@ -61,7 +66,15 @@ class Limits:
     look: float = 5.0
 
     def __post_init__(self) -> None:
-        for name in ("calls", "streams", "calls_per_identity", "streams_per_identity", "connections"):
+        for name in (
+            "calls",
+            "streams",
+            "calls_per_identity",
+            "streams_per_identity",
+            "connections",
+            "connections_per_identity",
+            "connections_per_address",
+        ):
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"{name} of the limits is at least 1, not {getattr(self, name)}")
         if self.bytes_per_identity < MESSAGE:
@@ -73,6 +86,7 @@ class Limits:
     def fitted(self) -> Limits:
         """Return these limits with as many connections as the process may have files open, besides its own.
 
+        The limits of connections of one identity and of one address shrink in the same proportion.
         A process that has no descriptor left accepts no connection at all, so the limit of connections has to be met
         first. The soft limit of the process is raised as far as it may be.
         """
@@ -90,7 +104,12 @@ class Limits:
             Field.REASON: f"the process may open {soft} files; raise its limit to {needed} (ulimit -n, LimitNOFILE)",
         }
         logs.say(logging.WARNING, Event.LIMIT_REACHED, fields, to=log)
-        return replace(self, connections=fitting)
+        return replace(
+            self,
+            connections=fitting,
+            connections_per_identity=max(1, self.connections_per_identity * fitting // self.connections),
+            connections_per_address=max(1, self.connections_per_address * fitting // self.connections),
+        )
 
     def options(self) -> list[tuple[str, Any]]:
         """As gRPC wants to hear them."""

@@ -17,6 +17,7 @@ from ergon_framework.facts.boundary import AsyncBoundary, Boundary
 from ergon_framework.facts.model import Pair
 from ergon_framework.facts.service import refusals
 from ergon_framework.facts.service.access import Access
+from ergon_framework.facts.service.connections import OPEN_FILES
 from ergon_framework.facts.service.files import TlsFiles, server_credentials
 from ergon_framework.facts.service.health import HealthService
 from ergon_framework.facts.service.limits import Limits
@@ -47,33 +48,43 @@ class BoundaryServer:
     async def start(self) -> int:
         """Begin to listen; the port."""
         refusals.ignore_broken_connections()
+        limits = self.limits.fitted()
         self._kept = as_async(self.store)
         revoked = Revoked(self.revoked, crl=self.crl, authorities=self.files.authorities, clock=self.clock)
         self._service = service = BoundaryService(
             self._kept,
             Access(self.zones, max_readers=self.limits.readers),
             revoked,
-            limits=self.limits,
+            limits=limits,
             clock=self.clock,
         )
         self._health = HealthService(
             ("", NAME),
             identify=service.identify,
+            recognise=service.recognise,
             recheck=service.admit,
             admission=service.admission,
             refusals=service.refusals,
             timeout=self.limits.patience,
         )
         # The limit of all calls is counted by the service: gRPC's own would refuse checks of the health, too.
-        self._server = grpc.aio.server(options=self.limits.fitted().options())
+        self._server = grpc.aio.server(options=limits.options())
         self._server.add_generic_rpc_handlers((service.handler(), self._health.handler()))
         credentials = server_credentials(self.files)
         try:
             self.port = self._server.add_secure_port(self.listen, credentials)
         except RuntimeError as error:
             raise ConfigurationError(f"nobody can listen at {self.listen!r}; is the port taken?") from error
+        try:
+            service.connections.sweep(self.port)
+        except OSError as error:
+            raise ConfigurationError(
+                f"the connections of the service cannot be limited: {OPEN_FILES} cannot be read ({error.strerror}); "
+                "mount it, or /proc"
+            ) from error
         await self._server.start()
         self._looking = asyncio.create_task(self._look())
+        self._watching = asyncio.create_task(service.connections.watch(self.port))
         return self.port
 
     async def _look(self) -> None:
@@ -87,13 +98,15 @@ class BoundaryServer:
                 self._health.set(serving=False)
             else:
                 self._health.set(serving=True)
+            self._service.connections.recheck(self._service.admit)
             self._service.refusals.report()
 
     async def drain(self, grace: float = 10.0) -> None:
         """Take nothing new, let what runs finish for *grace* seconds, and end."""
-        self._looking.cancel()
-        with suppress(asyncio.CancelledError):
-            await self._looking
+        for task in (self._looking, self._watching):
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
         self._health.leave()
         self._service.leave()
         await self._server.stop(grace)

@@ -14,12 +14,13 @@ from google.protobuf.message import Message
 
 from ergon_framework.errors import ConnectionLost
 from ergon_framework.facts.boundary import AsyncBoundary, KnownObject
-from ergon_framework.facts.errors import AccessDenied, ArtifactUnknown, FactError, InvalidFactError
+from ergon_framework.facts.errors import AccessDenied, ArtifactUnknown, FactError, InvalidFactError, LimitExceeded
 from ergon_framework.facts.model import ObjectName
 from ergon_framework.facts.service import batches, faults, identity, messages, requests
 from ergon_framework.facts.service import boundary_pb2 as wire
 from ergon_framework.facts.service.access import Access
 from ergon_framework.facts.service.admission import Admission
+from ergon_framework.facts.service.connections import Connections
 from ergon_framework.facts.service.fetching import fetched
 from ergon_framework.facts.service.identity import Identity
 from ergon_framework.facts.service.limits import Limits
@@ -61,6 +62,7 @@ class BoundaryService:
         self._upload_slots = UploadSlots(limits.uploads)
         self.admission = Admission(limits)
         self.refusals = Refusals()
+        self.connections = Connections(limits, self.refusals)
         self._leaving = False
         self._bells: set[asyncio.Event] = set()
 
@@ -348,7 +350,22 @@ class BoundaryService:
                 await self._write(context, wire.PutObjectAnswer(stored=stored))
 
     def identify(self, context: Any) -> Identity:
-        """Who calls; the handshake has checked the certificate, and what may have changed since is checked here."""
+        """Return the identity of the caller; a connection whose identity is refused is closed soon."""
+        try:
+            who = self._read_identity(context)
+        except AccessDenied:
+            self.connections.refuse(context.peer())
+            raise
+        self.connections.identify(context.peer(), who)
+        return who
+
+    def recognise(self, context: Any) -> None:
+        """Note the identity of the caller, if it has one that is let in."""
+        with suppress(AccessDenied, LimitExceeded):
+            self.connections.identify(context.peer(), self._read_identity(context))
+
+    def _read_identity(self, context: Any) -> Identity:
+        """The handshake has checked the certificate; what may have changed since is checked here."""
         found = context.auth_context().get("x509_pem_cert")
         if not found:
             raise AccessDenied("there is no certificate on this connection; mutual TLS is needed")
