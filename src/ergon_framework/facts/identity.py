@@ -27,6 +27,8 @@ DEPTH: Final = 64
 
 #: No more of a value than this is repeated in a message.
 _SHOWN: Final = 40
+#: Characters of JSON that one call of the library's encoder writes: it keeps all other threads waiting for so long.
+MAX_AT_ONCE: Final = 64 * 1024
 #: Below this power of ten ECMAScript writes all the digits of a large number, and from the other one those of a small.
 _LARGE, _SMALL = 21, -6
 
@@ -117,12 +119,14 @@ def canonical(value: Any) -> str:
     return "".join(parts)
 
 
-def canonical_parsed(value: Any) -> str:
-    """The same for a value that ``parse`` has made.
+def canonical_parsed(value: Any, *, size: int = 0) -> str:
+    """The same for a value that ``parse`` has made, of a text with *size* characters.
 
     Such a one holds nothing but plain values, and the library's encoder, which is faster, mostly writes them as RFC
     8785 has them. Whether it has is seen by what it has written; where that is in doubt, it is written anew.
     """
+    if size > MAX_AT_ONCE:
+        return canonical(value)
     try:
         written = encoded(value)
     except RecursionError:
@@ -323,7 +327,7 @@ def digest(*, from_zone: str, to_zone: str, subject: str, predicate: str, object
         to_zone=to_zone,
         subject=subject,
         predicate=predicate,
-        written=canonical_parsed(parse(object_json)),
+        written=canonical_parsed(parse(object_json), size=len(object_json)),
     )
 
 

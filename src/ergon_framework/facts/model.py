@@ -219,7 +219,7 @@ class Fact:
             subject=subject,
             predicate=predicate,
             object_json=object_json,
-            _written=canonical_parsed(value),
+            _written=canonical_parsed(value, size=len(object_json)),
             _named=reference(value),
         )
 

@@ -7,12 +7,13 @@ there is a trace of it, they are read one by one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 from pydantic_core import from_json
 
 from ergon_framework.facts.identity import (
+    MAX_AT_ONCE,
     canonical,
     canonical_parsed,
     encoded,
@@ -40,10 +41,31 @@ class Understood(NamedTuple):
 
 def understood(texts: Sequence[str]) -> Understood:
     """What *texts* mean; if one of them has no canonical form, it is refused."""
-    found = _at_once(texts)
+    if sum(map(len, texts)) <= MAX_AT_ONCE:
+        return _together(texts)
+    parts = [_together(part) for part in _split(texts)]
+    return Understood(
+        [value for part in parts for value in part.values], [written for part in parts for written in part.written]
+    )
+
+
+def _split(texts: Sequence[str]) -> Iterator[Sequence[str]]:
+    """Split *texts* into parts that are written at once; a text that is longer than that is a part of its own."""
+    begin = size = 0
+    for place, text in enumerate(texts):
+        if place > begin and size + len(text) > MAX_AT_ONCE:
+            yield texts[begin:place]
+            begin, size = place, 0
+        size += len(text)
+    yield texts[begin:]
+
+
+def _together(texts: Sequence[str]) -> Understood:
+    found = _at_once(texts) if max(map(len, texts), default=0) <= MAX_AT_ONCE else None
     if found is None:
         values = [parse(text) for text in texts]
-        found = Understood(values, [canonical_parsed(value) for value in values])
+        written = [canonical_parsed(value, size=len(text)) for value, text in zip(values, texts, strict=True)]
+        found = Understood(values, written)
     return found
 
 

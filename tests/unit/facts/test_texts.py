@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -128,6 +130,32 @@ def test_everyday_texts_need_not_be_read_one_by_one(monkeypatch):
     )
     assert values == [{"total": 12.5, "lines": [1, 2, 3], "text": 'a "b" c\n'}, {"text": "grün 🙂", "x": 1.0}]
     assert written == ['{"lines":[1,2,3],"text":"a \\"b\\" c\\n","total":12.5}', '{"text":"grün 🙂","x":1}']
+
+
+@pytest.mark.spec("SEC-06")
+@pytest.mark.parametrize(
+    "given",
+    [
+        [json.dumps({f"{place * 7919 % 100_003:x}": place for place in range(20_000)})],
+        ['{"b":1,"a":[1.5]}'] * 10_000,
+        ['"small"', json.dumps({"deep": {f"{place}": 0 for place in range(20_000, 0, -1)}}), "1", "2"],
+        ['"' + "x" * 100_000 + '"', '"' + "y" * 70_000 + '"'],
+    ],
+)
+def test_no_call_of_the_encoder_keeps_other_threads_waiting_for_long(monkeypatch, given):
+    pieces, encode = [], identity.encoded
+
+    def record(value):
+        pieces.append(encode(value))
+        return pieces[-1]
+
+    monkeypatch.setattr(texts, "encoded", record)
+    monkeypatch.setattr(identity, "encoded", record)
+    values, written = understood(given)
+    assert [identity.canonical_parsed(parse(text), size=len(text)) for text in given] == written
+    assert (values, written) == ([parse(text) for text in given], [canonical(value) for value in values])
+    # Between two texts stands one more.
+    assert max(map(len, pieces), default=0) <= 2 * identity.MAX_AT_ONCE
 
 
 @pytest.mark.parametrize(
