@@ -12,7 +12,7 @@ from urllib.parse import quote
 import psycopg
 import pytest
 
-from ergon_framework.connectors.base import Ack
+from ergon_framework.connectors.base import Ack, DeadLetter, Later, SettleResult
 from ergon_framework.connectors.bridge import as_sync
 from ergon_framework.connectors.nats import NatsQueue
 from ergon_framework.connectors.postgres import PostgresQueue
@@ -237,30 +237,49 @@ def test_a_full_disk_of_redis_is_waited_out_and_named(tmp_path, monkeypatch):
     check_log(run, "the server cannot write to its disk")
 
 
-def test_a_redis_at_its_memory_limit_is_emptied_by_its_workers_and_takes_work_again(tmp_path, monkeypatch, new_redis):
+def test_a_redis_at_its_memory_limit_is_emptied_by_its_workers_which_name_it(tmp_path, monkeypatch, new_redis):
     server = new_redis()
     monkeypatch.setenv("ERGON_REDIS__URL", server.url)
     queue, done = RedisQueue("orders", url=server.url), Ledger(tmp_path)
     with server.client() as client:
         queue.dispatch(orders(500))
-        client.config_set("maxmemory", "1")
-        wait_for_cause("memory is full", partial(queue.dispatch, orders(1)))
         with running(tmp_path, REDIS) as run:
             port = port_of(run)
-            done.wait_for(500)
             until(port, "/ready", 200)
-            end = time.monotonic() + OUTAGE
-            while time.monotonic() < end:
-                # Workers read and ack on: they are ready, and only what is new is refused.
-                assert asked(port, "/ready") == (200, {"live": True, "ready": True, "reasons": []})
-                time.sleep(0.2)
+            client.config_set("maxmemory", "1")
+            wait_for_cause("memory is full", partial(queue.dispatch, orders(1)))
+            # Workers read and ack on; what they would put off, dead-letter or dispatch is refused.
+            wait_until_not_ready(port, "memory is full")
+            done.wait_for(500)
+            stays_not_ready(port, "memory is full")
             client.config_set("maxmemory", "0")
+            until(port, "/ready", 200)
             queue.dispatch(orders(100, prefix="more"))
             done.wait_for(600)
             run.send(signal.SIGTERM)
             assert run.ended()[0] == Exit.OK
     queue.close()
     assert not [line for line in run.said if 'event="process died"' in line]
+
+
+@pytest.mark.parametrize(
+    "settlement", [DeadLetter("declined"), Later(0.0), Later(60.0)], ids=["dead", "ready", "later"]
+)
+def test_a_settlement_that_redis_has_no_memory_for_is_kept_and_named(new_redis, settlement):
+    server = new_redis()
+    queue = RedisQueue("orders", url=server.url)
+    queue.dispatch(orders(1))
+    (delivery,) = queue.fetch_transactions(1)
+    assert queue.write_refusal is None
+    with server.client() as client:
+        client.config_set("maxmemory", "1")
+        assert queue.settle([(delivery, settlement)]) == [SettleResult.FAILED]
+        assert "raise maxmemory" in queue.write_refusal
+        client.config_set("maxmemory", "0")
+    assert queue.settle([(delivery, settlement)]) == [SettleResult.SETTLED]
+    queue.fetch_transactions(2)
+    assert queue.write_refusal is None
+    queue.close()
 
 
 def test_a_start_at_the_memory_limit_of_redis_waits_and_names_it(tmp_path, monkeypatch, new_redis):

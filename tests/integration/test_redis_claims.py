@@ -284,6 +284,7 @@ def test_a_look_for_unknown_claims_leaves_alone_what_another_fetch_of_the_queue_
     queue.open()
     cut_off(queue)
     sent(queue, 1)
+    client.script_load(scripts.READ.text)
     for command in ("XPENDING", "XREADGROUP"):
         client.set_response_callback(command, lambda answer, **_: answer)  # as the server sends it
     claiming = queue._claiming

@@ -236,6 +236,11 @@ class _Described(ABC):
         return None
 
     @property
+    def write_refusal(self) -> str | None:
+        """Return why the server takes no new messages although it can be read; None if the latest calls show none."""
+        return None
+
+    @property
     @abstractmethod
     def capabilities(self) -> Capabilities: ...
 

@@ -136,6 +136,10 @@ class AsyncBridge(AsyncConnector):
         return self.connector.server_address
 
     @property
+    def write_refusal(self) -> str | None:
+        return self.connector.write_refusal
+
+    @property
     def capabilities(self) -> Capabilities:
         return self.connector.capabilities
 
@@ -268,6 +272,10 @@ class SyncBridge(Connector):
     @property
     def server_address(self) -> str | None:
         return self.connector.server_address
+
+    @property
+    def write_refusal(self) -> str | None:
+        return self.connector.write_refusal
 
     @property
     def capabilities(self) -> Capabilities:

@@ -72,6 +72,10 @@ class NamedQueue(Connector, AsyncConnector):
         return self.connector.server_address
 
     @property
+    def write_refusal(self) -> str | None:
+        return self.connector.write_refusal
+
+    @property
     def capabilities(self) -> Capabilities:
         return self.connector.capabilities
 

@@ -40,6 +40,10 @@ class Lost:
     receipts: Sequence[Any]
 
 
+def _no_refusal() -> str | None:
+    return None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Broker:
     """What the loop needs of a connector: callables of the driver's flavour."""
@@ -49,6 +53,8 @@ class Broker:
     extend: Callable[[Any], Any]
     #: Seconds after which an unrenewed claim ends; None when there is nothing to renew.
     lease: float | None = None
+    #: Returns why the server takes no writes although it can be read; None if it takes them.
+    write_refusal: Callable[[], str | None] = _no_refusal
 
 
 class Consumption:
@@ -111,9 +117,12 @@ class Consumption:
 
     @property
     def trouble(self) -> str | None:
-        """Why nothing new comes in; None while there is no reason but an empty queue."""
+        """Why work cannot come in or be settled; None while there is no reason but an empty queue."""
         failing = None if self._fetcher is None else self._fetcher.failing
-        return self.report.paused if failing is None else f"the connector cannot be read: {failing}"
+        if failing is not None:
+            return f"the connector cannot be read: {failing}"
+        refusal = self._broker.write_refusal()
+        return self.report.paused if refusal is None else f"the connector takes no new messages: {refusal}"
 
     @property
     def in_hand(self) -> int:

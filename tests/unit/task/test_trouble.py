@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from ergon_framework import ConsumerPolicy, MemoryConnector, Transaction, consumer, producer
+from ergon_framework.connectors.bridge import as_async, as_sync
 from ergon_framework.errors import ConnectionLost
 from ergon_framework.task.gates import Pause
 from ergon_framework.task.loops import Loops, loops_of
@@ -55,6 +56,29 @@ def test_a_line_that_is_down_is_a_trouble_until_a_fetch_is_answered(flavour):
     assert (run() if flavour == "def" else asyncio.run(run())).finished == 1
     assert queue.seen == [[], [LOST], [LOST], []]
     assert loops_of(queue.task).troubles is None
+
+
+@pytest.mark.spec("SEC-15")
+@pytest.mark.parametrize("flavour", ["def", "async def"])
+@pytest.mark.parametrize("bridge", [lambda queue: queue, as_sync, as_async])
+def test_a_server_that_takes_no_writes_is_a_trouble_although_it_is_read(flavour, bridge):
+    class Full(MemoryConnector):
+        write_refusal = "the memory is full"
+
+    queue, seen = Full("orders"), []
+    queue.dispatch([Transaction("order-1")])
+
+    def handle(order):
+        seen.append(loops_of(task).troubles)
+        Full.write_refusal = None
+        seen.append(loops_of(task).troubles)
+
+    async def handle_async(order):
+        handle(order)
+
+    task = consumer(bridge(queue), policy=POLICY)(handle if flavour == "def" else handle_async)
+    report = task.run() if flavour == "def" else asyncio.run(task.run())
+    assert (report.finished, seen) == (1, [["the connector takes no new messages: the memory is full"], []])
 
 
 @pytest.mark.spec("RUN-02")

@@ -64,6 +64,8 @@ class Claiming:
         self._looked = float("-inf")
         self._cursor = b""
         self._reaped = float("-inf")
+        #: Whether the server has refused to store more, at the latest full look or settlement, for want of memory.
+        self.memory_full = False
         self._fetching = 0
         #: How many fetches have begun.
         self._begun = 0
@@ -134,8 +136,9 @@ class Claiming:
                 lost.append(before)
             found.append(self._delivery(entry, until))
         seen = None
-        if len(answer) > 2:  # noqa: PLR2004 - the rest is for those who find nothing
-            last, rung, soon = answer[2:]
+        self.memory_full = bool(answer[2])
+        if len(answer) > 3:  # noqa: PLR2004 - the rest is for those who find nothing
+            last, rung, soon = answer[3:]
             seen = Seen(last, rung, None if soon < 0 else self._clock() + soon / 1000)
         return found, lost, seen
 

@@ -11,6 +11,7 @@ from ergon_framework.errors import ConfigurationError, ConnectionLost, ErgonErro
 
 #: Longest part of the server's own words that is passed on.
 _LONGEST: Final = 200
+MEMORY_FULL: Final = "the server's memory is full and it takes nothing more; consume what is there or raise maxmemory"
 _REFUSED: Final = ("NOAUTH", "WRONGPASS", "NOPERM")
 #: The first word of what a server answers that is there but cannot serve: it starts, fails over, or moves a slot.
 _AWAY: Final = ("LOADING", "MASTERDOWN", "CLUSTERDOWN", "UNBLOCKED", "NOREPLICAS")
@@ -38,7 +39,7 @@ def _away(error: Exception, words: str, first: str) -> str:
     if isinstance(error, exceptions.AskError | exceptions.TryAgainError):
         return "the cluster is moving the queue to another node; ask again"
     if isinstance(error, exceptions.OutOfMemoryError) or first == "OOM":
-        return "the server's memory is full and it takes nothing more; consume what is there or raise maxmemory"
+        return MEMORY_FULL
     if first == "MISCONF":
         return f"the server cannot write to its disk, which may be full, and takes no writes: {words}"
     if isinstance(error, _UNREACHED) or first in _AWAY:

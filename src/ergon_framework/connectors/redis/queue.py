@@ -38,6 +38,7 @@ from ergon_framework.connectors.redis.claiming import GROUP, Claiming
 from ergon_framework.connectors.redis.doorbell import Doorbell
 from ergon_framework.connectors.redis.durability import Durability
 from ergon_framework.connectors.redis.examining import examined
+from ergon_framework.connectors.redis.failures import MEMORY_FULL
 from ergon_framework.connectors.redis.home import Home, home_of, leave
 from ergon_framework.connectors.redis.keys import keys_of
 from ergon_framework.connectors.redis.lines import Line, Moved, Node
@@ -131,6 +132,11 @@ class RedisQueue(Connector, AsyncConnector):
     @property
     def server_address(self) -> str | None:
         return public_address(self._url or os.environ.get(VARIABLE))
+
+    @property
+    def write_refusal(self) -> str | None:
+        """Return why the server takes nothing new; at its memory limit it still lets workers fetch and ack."""
+        return MEMORY_FULL if self._claiming.memory_full else None
 
     @property
     def capabilities(self) -> Capabilities:

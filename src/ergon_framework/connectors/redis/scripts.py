@@ -69,12 +69,24 @@ local function without(fields, drop)
     return kept
 end
 
+-- Whether *answer* says that the memory limit of the server is reached.
+local function is_out_of_memory(answer)
+    return type(answer) == 'table' and answer.err ~= nil and string.find(answer.err, 'OOM', 1, true) ~= nil
+end
+
 -- Adds an entry; nil where the server refuses it.
+local memory_full = false
 local function added(stream, fields)
     if #fields > MOST + 100 or #fields == 0 then return nil end
     local id = redis.pcall('XADD', stream, '*', unpack(fields))
+    memory_full = memory_full or is_out_of_memory(id)
     if type(id) == 'table' then return nil end
     return id
+end
+
+-- The letter of a settlement that the server has refused.
+local function refused()
+    return memory_full and 'm' or 'f'
 end
 
 local function rings(bell)
@@ -177,8 +189,8 @@ end
 READ: Final = Script(_TOOLS + _TAKE + "take_new()\nreturn taken\n")
 
 #: Keys: stream, free, later, due, bell. Arguments: as above, lease in ms, cursor or '', whether it wants to be woken.
-#: Answers with the cursor and what was taken as above; and for whom it finds nothing: the last id that was handed out,
-#: the last ring, and the ms until something is due.
+#: Answers with the cursor, what was taken as above, and 1 where the memory limit is reached; and for those that find
+#: nothing: the last id that was handed out, the last ring, and the ms until something is due.
 FETCH: Final = Script(
     _TOOLS
     + _TAKE
@@ -186,6 +198,8 @@ FETCH: Final = Script(
 local later, due, bell = KEYS[3], KEYS[4], KEYS[5]
 local lease, cursor = ARGV[8], ARGV[9]
 local now = milliseconds()
+-- Changes nothing, and is refused at the memory limit; the server looks at that only before the first write.
+memory_full = is_out_of_memory(redis.pcall('ZADD', due, 'XX', 0, ''))
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', due, '-inf', now, 'LIMIT', 0, {RIPE})) do
     local entry = redis.call('XRANGE', later, id, id)[1]
     if entry == nil or added(stream, entry[2]) then
@@ -217,7 +231,7 @@ if not full then
 end
 take_new()
 if #taken > 0 or ARGV[10] == '0' then
-    return {{cursor, taken}}
+    return {{cursor, taken, memory_full and 1 or 0}}
 end
 local last, rung, soon = '0-0', '0-0', -1
 for _, info in ipairs(redis.call('XINFO', 'GROUPS', stream)) do
@@ -229,7 +243,7 @@ local ring = redis.call('XREVRANGE', bell, '+', '-', 'COUNT', 1)[1]
 if ring then rung = ring[1] end
 local first = redis.call('ZRANGE', due, 0, 0, 'WITHSCORES')
 if first[2] then soon = math.min(math.max(0, first[2] - now), 1e9) end
-return {{cursor, taken, last, rung, soon}}
+return {{cursor, taken, memory_full and 1 or 0, last, rung, soon}}
 """
 )
 
@@ -271,7 +285,8 @@ end
 """
 
 #: Keys: stream, later, due, free, dead, bell. Arguments: group, consumer, how many acks, id and count of each; then
-#: of every other settlement its kind, id, count and three more. Answers with a letter each: s, l or f.
+#: of every other settlement its kind, id, count and three more. Answers with a letter each: s, l, f, or m
+#: where the memory limit is reached.
 SETTLE: Final = Script(
     _TOOLS
     + _HELD
@@ -335,10 +350,10 @@ local settle = {
         kept = packed(kept)
         delay = tonumber(delay)
         if delay <= 0 then
-            return added(stream, kept) and gone(id) or 'f'
+            return added(stream, kept) and gone(id) or refused()
         end
         local place = added(later, kept)
-        if not place then return 'f' end
+        if not place then return refused() end
         local first = redis.call('ZRANGE', due, 0, 0, 'WITHSCORES')
         local moment = milliseconds() + delay
         redis.call('ZADD', due, moment, place)
@@ -355,7 +370,7 @@ local settle = {
         end
         kept = packed(without(kept, {}))
         for _, text in ipairs(cjson.decode(said)) do kept[#kept + 1] = text end
-        return added(dead, kept) and gone(id) or 'f'
+        return added(dead, kept) and gone(id) or refused()
     end,
 }
 for at = 4 + 2 * acks, #ARGV, 6 do

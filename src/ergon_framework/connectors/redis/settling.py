@@ -33,7 +33,13 @@ _Placed: TypeAlias = tuple[int, Receipt]
 
 #: Most settlements of one step: the server does nothing else meanwhile.
 _STEP: Final = 500
-_ANSWERS: Final = {"s": SettleResult.SETTLED, "l": SettleResult.LOST, "f": SettleResult.FAILED}
+_MEMORY_FULL: Final = "m"
+_ANSWERS: Final = {
+    "s": SettleResult.SETTLED,
+    "l": SettleResult.LOST,
+    "f": SettleResult.FAILED,
+    _MEMORY_FULL: SettleResult.FAILED,
+}
 _CHANGING: Final = json.dumps(CHANGING)
 _NOTHING: Final = ("", "", "")
 _FORGOTTEN: Final = 10_000
@@ -99,6 +105,8 @@ class Settler:
                 held.pop(receipt.id, None)
                 results[index] = SettleResult.SETTLED
                 continue
+            if letter == _MEMORY_FULL:
+                self._claiming.memory_full = True
             result = _ANSWERS[letter]
             if result is SettleResult.LOST and self._done_before(receipt, settlings[index][1]):
                 result = SettleResult.SETTLED

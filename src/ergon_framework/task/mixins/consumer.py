@@ -160,6 +160,7 @@ class ConsumerMixin(_Consumer, ABC):
             settle=connector.settle,
             extend=connector.extend,
             lease=_lease(connector),
+            write_refusal=lambda: connector.write_refusal,
         )
         consumption = self._consume_transactions(policy, threads, broker, gates=gates, on_outcome=on_outcome)
         ears = _Ears(threads, consumption)
@@ -202,6 +203,7 @@ class AsyncConsumerMixin(_Consumer, ABC):
             settle=connector.settle_async,
             extend=connector.extend_async,
             lease=_lease(connector),
+            write_refusal=lambda: connector.write_refusal,
         )
         consumption = self._consume_transactions(policy, tasks, broker, gates=gates, on_outcome=on_outcome)
         ears = _Ears(tasks, consumption)
