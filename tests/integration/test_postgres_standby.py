@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import time
+from pathlib import Path
 from urllib.parse import quote
 
 import psycopg
@@ -22,6 +23,7 @@ pytestmark = pytest.mark.spec("SEC-19")
 SAFE = "a power loss costs nothing that was confirmed"
 LOSS = "the promotion of a standby can cost confirmed work"
 PATIENCE = 60.0
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "postgres.md"
 
 
 def durability(dsn):
@@ -79,6 +81,13 @@ def durability_words(dsn):
     words = queue.durability
     queue.close()
     return words
+
+
+def test_the_guide_says_what_a_promotion_can_cost():
+    _, _, rest = GUIDE.read_text(encoding="utf-8").partition("### Standbys")
+    rows = [line for line in rest.partition("\n#")[0].splitlines() if line.startswith("| asynchronous")]
+    assert len(rows) == 1
+    assert "can cost confirmed work" in rows[0]
 
 
 def test_an_address_with_several_hosts_says_what_a_promotion_can_cost(database, tmp_path):
