@@ -160,7 +160,7 @@ bench-facts-store: $(STAMP) ## facts in PostgreSQL beside bare inserts, with one
 bench-facts-service: $(STAMP) ## what the facts service adds to its store, over mutual TLS
 	$(BIN)/python bench/facts/service.py
 
-bench-facts-attacks: $(STAMP) ## attacks on the facts service, and how an honest caller is served meanwhile; about a minute
+bench-facts-attacks: $(STAMP) ## attacks on the facts service, and how an honest caller is served meanwhile; about two minutes
 	$(BIN)/python bench/facts/attacks.py
 
 bench-artifacts: $(STAMP) ## artifacts of 2 MiB and of a gigabyte, as files and on S3; about a minute

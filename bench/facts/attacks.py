@@ -34,6 +34,8 @@ sys.path.insert(0, str(ROOT))
 
 from ergon_framework.facts.model import Envelope, Fact  # noqa: E402
 from ergon_framework.facts.service import boundary_pb2 as wire  # noqa: E402
+from ergon_framework.facts.service.address import Address  # noqa: E402
+from ergon_framework.facts.service.client import BoundaryClient  # noqa: E402
 from ergon_framework.facts.service.messages import write_appending  # noqa: E402
 from tests.servers.certificates import Authority, fingerprint, with_other_signature  # noqa: E402
 
@@ -363,6 +365,20 @@ def idle_unnamed_same_address(service, honest):
     return {**counts, "held": counts["most"] < IDLE / 2}
 
 
+def foreign_artifact(service, honest):
+    """A zone asks for an artifact of another, for which there is no fact, in four threads."""
+    address = Address(host=service.where, files=service.plant)
+    with BoundaryClient(address) as client:
+        client.put_object("payroll", "2026", [b"private"])
+    request = wire.GetObjectRequest(bucket="payroll", key="2026", zone="Plant A").SerializeToString()
+    seen = []
+    with service.channel(service.hq) as channel:
+        call = channel.unary_stream(BOUNDARY + "GetObject")
+        with hostile(lambda: seen.append(status(lambda data, **_: list(call(data, timeout=10)), request)), threads=4):
+            honest.call_for(SECONDS / 2)
+    return {"statuses": dict(Counter(seen)), "held": set(seen) == {"NOT_FOUND"}}
+
+
 def compressed(service, honest):
     """Compressed requests that are a thousand times larger than they look."""
     seen = []
@@ -427,6 +443,7 @@ ATTACKS = {
         idle,
         idle_unnamed,
         idle_unnamed_same_address,
+        foreign_artifact,
         compressed,
         refusals,
         slow_probes_64,

@@ -51,6 +51,13 @@ class Honest(threading.Thread):
         self.seconds: list[float] = []
         self.failures: Counter[str] = Counter()
         self._number = 0
+        self._called = threading.Condition()
+
+    def wait_for_calls(self, count: int) -> None:
+        """Return when so many calls have been measured."""
+        with self._called:
+            if not self._called.wait_for(lambda: len(self.seconds) >= count, 120):
+                raise SystemExit(f"the honest zone has made {len(self.seconds)} of {count} calls in 120 s")
 
     def run(self) -> None:
         plant, peer = self._clients
@@ -69,7 +76,9 @@ class Honest(threading.Thread):
             call()
         except Exception as error:
             self.failures[type(error).__name__] += 1
-        self.seconds.append(time.monotonic() - began)
+        with self._called:
+            self.seconds.append(time.monotonic() - began)
+            self._called.notify_all()
 
     def figures(self) -> dict[str, Any]:
         """What was measured since this was last asked."""
@@ -212,7 +221,7 @@ def _attack(folder: Path, readers: int) -> int:
 def _judge(where: str, plant: Any, hq: Any, auditor: Any, *, dsn: str, contents: Path, readers: int) -> int:
     honest = Honest(where, plant, auditor)
     honest.start()
-    time.sleep(5)
+    honest.wait_for_calls(500)
     report: dict[str, Any] = {"quiet": honest.figures()}
     answers = attack_readers(where, hq, readers)
     with psycopg.connect(dsn) as connection:
@@ -224,7 +233,8 @@ def _judge(where: str, plant: Any, hq: Any, auditor: Any, *, dsn: str, contents:
     report["uploads"] = {"answers": answers, "most_bytes": most, "honest": honest.figures()}
     end = time.monotonic() + 40
     while on_disk(contents) > before and time.monotonic() < end:
-        time.sleep(1)
+        # Another process removes them, and tells nothing of it.
+        time.sleep(0.1)
     report["uploads"]["left_bytes"] = on_disk(contents) - before
     honest.stop()
     missed = _missed(report)
