@@ -227,7 +227,7 @@ poison-postgres: $(STAMP) ## one transaction that ends every process, among 500
 chaos-brokers: $(STAMP) ## 20,000 transactions on each broker through kills, stops, crashes and cuts (root; MINUTES=5, SEED=1)
 	$(BIN)/python tests/chaos/brokers.py --minutes $(or $(MINUTES),5) --seed $(or $(SEED),1)
 
-chaos-memory: $(STAMP) ## a message larger than its worker's memory, under a memory cgroup, on each broker (root); about 10 minutes
+chaos-memory: $(STAMP) ## a message larger than its worker's memory, under a memory cgroup, on each broker (root); about 7 minutes
 	$(BIN)/python tests/chaos/memory.py
 
 chaos-outage: $(STAMP) ## a provider answers 503 or hangs for a minute, facts are away for five; no dead letter; about 7 minutes
