@@ -284,6 +284,16 @@ def test_a_strict_nats_server_is_fine(new_nats, monkeypatch):
     assert set(weights(told(code=DoctorExit.OK), "queue orders").values()) == {"fine"}
 
 
+@pytest.mark.spec("SEC-14")
+def test_a_nats_server_that_takes_more_than_a_fetch_may_load_is_a_warning(monkeypatch, new_nats):
+    server = new_nats(sync=True, settings="max_payload: 67108864")
+    queue_at(monkeypatch, server.url, monitor=server.monitor)
+    found = of(told(code=DoctorExit.WARNED), "queue orders")["payload"]
+    assert found["weight"] == "warning"
+    assert "max_payload of the server is 67108864 bytes: one message can be over the 33554432 bytes" in found["seen"]
+    assert "lower max_payload" in found["do"]
+
+
 def test_a_nats_server_without_jetstream_is_broken(monkeypatch, new_nats):
     server = new_nats(settings="accounts { plain { users = [ { user: clerk, password: secret } ] } }")
     queue_at(monkeypatch, server.url.replace("://", "://clerk:secret@"))

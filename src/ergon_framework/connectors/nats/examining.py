@@ -19,9 +19,12 @@ _WRITTEN: Final = "ts"
 
 
 async def examined(
-    line: Line, layout: Layout, name: str, *, monitored: dict[str, Any] | None, wall: Wall
+    line: Line, layout: Layout, name: str, *, limit: int, monitored: dict[str, Any] | None, wall: Wall
 ) -> list[Finding]:
-    """How the server is, and the queue called *name* in it; *monitored* is what /varz says of JetStream."""
+    """How the server is, and the queue called *name* in it; *monitored* is what /varz says of JetStream.
+
+    *limit* is the bytes that one fetch of the queue may load.
+    """
     major, minor = line.version
     found = [
         Finding("connection", Weight.FINE, "connected to NATS"),
@@ -46,7 +49,16 @@ async def examined(
     durability = judged(version=line.version, storage=storage or "file", monitored=monitored)
     do = "set sync_interval: always in the server's jetstream block, and give the queue monitor= to see it"
     found.append(of_durability(durability.words, durable=durability.durable, do=do))
-    return found
+    return found + _payload(line.max_payload, limit)
+
+
+def _payload(most: int, limit: int) -> list[Finding]:
+    """A server that takes more than one fetch may load: a worker receives every message whole, of whatever size."""
+    if most <= limit:
+        return []
+    seen = f"max_payload of the server is {most} bytes: one message can be over the {limit} bytes of a fetch"
+    do = "lower max_payload well below the memory of a worker, or raise max_fetch_bytes of the queue"
+    return [Finding("payload", Weight.WARNING, seen, do, shared=False)]
 
 
 async def _clock(line: Line, layout: Layout, wall: Wall) -> list[Finding]:

@@ -539,7 +539,8 @@ class NatsQueue(AsyncConnector):
             monitored = None
             if self._monitor is not None:
                 monitored = await asyncio.to_thread(_monitored, self._monitor, self._timeout)
-            return await examined(line, self._layout, self._name, monitored=monitored, wall=wall)
+            limit = self._limits.max_bytes
+            return await examined(line, self._layout, self._name, limit=limit, monitored=monitored, wall=wall)
         finally:
             await line.close()
 
