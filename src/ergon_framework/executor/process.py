@@ -284,10 +284,10 @@ class ExecutorProcess:
     def _take(self, line: bytes | Overlong, found: ExecutionOutcome | BadLine) -> None:
         job_id = found.job_id
         flight = None if job_id is None else self._flights.get(job_id)
-        if flight is None or job_id is None:
-            self._stray("malformed" if isinstance(found, BadLine) else "unknown", line)
-        elif job_id in self._verdicts and not self._succeeded_before_kill(job_id, found):
+        if job_id in self._verdicts and (flight is None or not self._succeeded_before_kill(job_id, found)):
             self._stray("late", line)
+        elif flight is None or job_id is None:
+            self._stray("malformed" if isinstance(found, BadLine) else "unknown", line)
         else:
             outcome = verdict.unreadable(job_id, found) if isinstance(found, BadLine) else found
             self.answered += 1
@@ -345,8 +345,15 @@ class ExecutorProcess:
         self._loop.remove_reader(self._out.fileno())
         self._signal(signal.SIGKILL)  # whatever it has left behind in its group
         self._over = True
+        self._deliver_final_verdicts()
         if not self._held:
             self._take_lines()
+
+    def _deliver_final_verdicts(self) -> None:
+        """Deliver the verdicts that no line can change, such as timeouts: reading the rest may take many seconds."""
+        for job_id, outcome in self._verdicts.items():
+            if job_id in self._flights and outcome.error_type != verdict.KILLED:
+                self._landed(job_id, outcome)
 
     def _take_rest(self) -> bool:
         """Whether there is more of what it said before it ended; a child may be writing for ever."""

@@ -134,7 +134,18 @@ def shown(words: Sequence[str]) -> str:
 
 def _named(words: Sequence[str]) -> str:
     told = shown(words)
-    return f"'{told}'" if len(told) <= _COMMAND else f"'{told[: _COMMAND - 1]}…'"
+    return f"'{told}'" if len(told) <= _COMMAND else f"'{_cut(told, _COMMAND - 1)}…'"
+
+
+def _cut(text: str, length: int) -> str:
+    """Cut redacted *text* at *length*, or behind a mark of redaction there: half of one would be redacted once more.
+
+    >>> _cut("run --token [hidden] --fast", 15)
+    'run --token [hidden] '
+    """
+    begin = text.rfind("[", 0, length)
+    end = begin + len(HIDDEN)
+    return f"{text[:end]} " if begin >= 0 and end > length and text.startswith(HIDDEN, begin) else text[:length]
 
 
 def _wrote(said: LastLines) -> str:

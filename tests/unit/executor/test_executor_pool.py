@@ -330,6 +330,30 @@ def test_a_job_that_times_out_while_its_line_is_read_is_killed(monkeypatch):
     assert pooled(body) == (Status.TIMEOUT, 1)
 
 
+@pytest.mark.spec("EXE-18")
+def test_the_outcome_of_a_timed_out_job_does_not_wait_until_the_output_is_read(monkeypatch):
+    over, read = threading.Event(), process.read_outcome
+
+    def held(line, **options):
+        if len(line) > process.LONG:
+            over.wait(60)
+        return read(line, **options)
+
+    monkeypatch.setattr(process, "read_outcome", held)
+
+    async def body(pool):
+        await pool.run("echo", [0], job_id="warm", timeout=5)
+        try:
+            job = pool.run("fill", ["[[[]]]", MAX_LINE // 4], job_id="a", timeout=0.5)
+            outcome = await asyncio.wait_for(job, 20)
+        finally:
+            over.set()
+        # The line that is read afterwards is an outcome of no job.
+        return outcome.status, (await pool.run("echo", [1], job_id="b", timeout=5)).result, pool.counts["stray_late"]
+
+    assert pooled(body) == (Status.TIMEOUT, 1, 1)
+
+
 def test_a_flood_of_lines_does_not_hold_the_event_loop():
     async def body(pool):
         await pool.run("echo", [0], job_id="warm", timeout=5)
