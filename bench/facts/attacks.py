@@ -43,10 +43,10 @@ from tests.servers.certificates import Authority, fingerprint, with_other_signat
 P99_MS = 500.0
 #: Seconds for which each attack runs.
 SECONDS = 5.0
-#: Idle connections that an attack holds, in so many threads, and seconds after which the honest caller comes.
+#: Idle connections that an attack wants to hold, the threads that open them, and seconds that they may take for it.
 IDLE = 4_400
 IDLE_THREADS = 8
-IDLE_SECONDS = 15.0
+IDLE_TIMEOUT_SECONDS = 120.0
 BOUNDARY = "/ergon.facts.v1.Boundary/"
 HEALTH = "/grpc.health.v1.Health/"
 #: The usual soft limit of open files, with which the service is started.
@@ -305,11 +305,16 @@ class IdleConnections:
         self._lines = [[] for _ in range(IDLE_THREADS)]
         self._threads = [threading.Thread(target=self._run, args=(lines,), daemon=True) for lines in self._lines]
         self._over = threading.Event()
+        #: Set once as many connections were opened as the service has places, also if it has closed some of them.
+        self._all_opened = threading.Event()
         self.counts = Counter()
 
     def __enter__(self):
         for thread in self._threads:
             thread.start()
+        if not self._all_opened.wait(IDLE_TIMEOUT_SECONDS):
+            self.__exit__()
+            raise SystemExit(f"{self.counts['opened']} of {IDLE} connections in {IDLE_TIMEOUT_SECONDS:g} s: no attack")
         return self.counts
 
     def __exit__(self, *_):
@@ -330,6 +335,8 @@ class IdleConnections:
                     lines.append(self._open())
                     self.counts["opened"] += 1
             self.counts["most"] = max(self.counts["most"], sum(map(len, self._lines)))
+            if self.counts["opened"] >= IDLE:
+                self._all_opened.set()
 
     def _open(self):
         line = socket.create_connection(self._target, timeout=5, source_address=(self._address, 0))
@@ -351,8 +358,6 @@ class IdleConnections:
 def idle_unnamed(service, honest):
     """Idle connections of a certificate without a name, from another address than the honest caller's."""
     with IdleConnections(service, service.unnamed, "127.0.0.5") as counts:
-        # As long as it takes to open as many as the service has places.
-        time.sleep(IDLE_SECONDS)
         honest.call_for(2 * SECONDS, reconnect=True)
     return {**counts, "held": counts["most"] < IDLE / 2}
 
@@ -360,7 +365,6 @@ def idle_unnamed(service, honest):
 def idle_unnamed_same_address(service, honest):
     """The same from the address of the honest caller, as behind a proxy."""
     with IdleConnections(service, service.unnamed, "127.0.0.1") as counts:
-        time.sleep(IDLE_SECONDS)
         honest.call_for(2 * SECONDS, reconnect=True)
     return {**counts, "held": counts["most"] < IDLE / 2}
 

@@ -308,16 +308,22 @@ def test_the_long_last_words_of_an_executor_are_heard():
     assert pooled(body) == (2**21, 1)
 
 
-@pytest.mark.spec("EXE-18")
-def test_a_job_that_times_out_while_its_line_is_read_is_killed(monkeypatch):
+def hold_long_lines(monkeypatch):
+    """Let the pool read no long line before the returned event is set."""
     over, read = threading.Event(), process.read_outcome
 
-    def held(line, **options):
+    def wait_and_read(line, **options):
         if len(line) > process.LONG:
-            over.wait(10)
+            over.wait(60)
         return read(line, **options)
 
-    monkeypatch.setattr(process, "read_outcome", held)
+    monkeypatch.setattr(process, "read_outcome", wait_and_read)
+    return over
+
+
+@pytest.mark.spec("EXE-18")
+def test_a_job_that_times_out_while_its_line_is_read_is_killed(monkeypatch):
+    over = hold_long_lines(monkeypatch)
 
     async def body(pool):
         await pool.run("echo", [0], job_id="warm", timeout=5)
@@ -332,14 +338,7 @@ def test_a_job_that_times_out_while_its_line_is_read_is_killed(monkeypatch):
 
 @pytest.mark.spec("EXE-18")
 def test_the_outcome_of_a_timed_out_job_does_not_wait_until_the_output_is_read(monkeypatch):
-    over, read = threading.Event(), process.read_outcome
-
-    def held(line, **options):
-        if len(line) > process.LONG:
-            over.wait(60)
-        return read(line, **options)
-
-    monkeypatch.setattr(process, "read_outcome", held)
+    over = hold_long_lines(monkeypatch)
 
     async def body(pool):
         await pool.run("echo", [0], job_id="warm", timeout=5)

@@ -147,7 +147,7 @@ class Connections:
         for name, peer in self._sockets.items():
             if peer is not None:
                 connection = known.get(peer)
-                # Closed, and opened anew from the same port: nothing is known of the new one.
+                # Another connection from the same port as one that was closed: nothing is known of it.
                 if connection is None or connection.socket not in (None, name):
                     connection = _Connection(now)
                 connection.socket = name
