@@ -258,11 +258,11 @@ def test_an_open_breaker_defers_costs_nothing_and_buries_nobody(flavour):
 def test_however_long_the_breaker_stays_open_nothing_is_lost(flavour):
     breaker = BreakerPolicy(failure_threshold=1, open_cooldown_seconds=0.02)
     shop = Shop(
-        flavour, lambda n: paid(n) if n > 4 else down(n), breaker=breaker, until=("a", "succeeded"), max_deliveries=2
+        flavour, lambda n: paid(n) if n > 4 else down(n), breaker=breaker, until=("a", "succeeded"), max_deliveries=1
     )
-    # Each delivery makes one call that opens the breaker again; the retry within execute finds it open.
+    # Each failure opens the breaker again. A delivery makes at most three calls, so one delivery is never enough.
     shop.run("a")
-    assert (len(shop.calls), len(shop.kinds) >= 5) == (5, True)
+    assert (len(shop.calls), len(shop.kinds) > 1) == (5, True)
     assert {*shop.kinds[:-1]} == {"deferred"}
     assert {outcome.attempts for outcome in shop.outcomes[:-1]} == {0}
     assert list(shop.queue.dead_letters) == []
