@@ -17,7 +17,8 @@ from ergon_framework.cli.dlq_change import Change
 from ergon_framework.cli.dlq_exits import DlqExit
 from ergon_framework.connectors.base import Ack, DeadLetter
 from ergon_framework.connectors.bridge import as_sync
-from ergon_framework.connectors.deadletters import DeadLetterQuery
+from ergon_framework.connectors.deadletters import Became, DeadLetterQuery
+from ergon_framework.connectors.nats import burials
 from ergon_framework.connectors.schemes import connect
 from ergon_framework.failure import EDITED
 from ergon_framework.task.mixins.policies import ConsumerPolicy
@@ -121,6 +122,26 @@ def test_on_every_broker_one_of_two_operators_succeeds_and_the_other_is_told(que
     assert [delivery.transaction.payload["total"] for delivery in deliveries] == sent
     assert list(queue.list_dead(DeadLetterQuery())) == []
     queue.settle([(delivery, Ack()) for delivery in deliveries])
+
+
+@pytest.mark.spec("SEC-21")
+@pytest.mark.invariant
+@pytest.mark.parametrize("url", ["nats"], indirect=True)
+def test_a_correction_that_was_sent_is_reported_although_another_operator_deleted_the_dead_letter(queue, monkeypatch):
+    """The second of two operators publishes nothing and deletes the dead letter before the first one does."""
+    queue.dispatch([Transaction("order-1", {"total": 450})])
+    queue.settle([(fetched(queue), DeadLetter("declined"))])
+    [record] = queue.list_dead(DeadLetterQuery())
+    delete = burials._deleted
+
+    async def delete_after_another_operator(line, names, moving, became):
+        await delete(line, names, burials._Moving([record.place]), Became.REPLAYED)
+        return await delete(line, names, moving, became)
+
+    monkeypatch.setattr(burials, "_deleted", delete_after_another_operator)
+    result = queue.replace_dead(record.place, Transaction("order-1", {"total": 100}))
+    assert result.became is Became.REPLAYED
+    assert fetched(queue).transaction.payload == {"total": 100}
 
 
 SHOP = """

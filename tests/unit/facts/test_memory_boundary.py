@@ -191,6 +191,21 @@ def test_a_restored_store_goes_its_own_way():
     assert store.epoch != twin.epoch
 
 
+def test_a_backup_holds_nothing_of_an_upload_that_is_coming_in():
+    store = MemoryBoundary()
+    backups = []
+
+    def pieces():
+        yield b"ab"
+        backups.append(store.restored())
+        yield b"c"
+
+    store.put_object("files", "a", pieces())
+    assert b"".join(store.get_object("files", "a")) == b"abc"
+    assert backups[0].known_object("files", "a") is None
+    assert backups[0].put_object("files", "a", [b"other"]).size == 5
+
+
 @pytest.mark.spec("FAC-21", "FAC-23")
 @pytest.mark.parametrize("damage", [None, b"damaged"])
 def test_an_artifact_that_is_lost_or_damaged_is_right_again_when_the_same_bytes_are_put(damage):

@@ -232,7 +232,10 @@ async def replace_dead(line: Line, names: Names, place: str, transaction: Transa
         published = moving.read(place, answer)
         duplicate = published is not None and bool(published.get("duplicate"))
         (result,) = await _deleted(line, names, moving, Became.REPLAYED)
-        return ReplayResult(place, Became.GONE) if duplicate else result
+        if duplicate:
+            return ReplayResult(place, Became.GONE)
+        # Sent, and the dead letter deleted by the operator who came second.
+        return ReplayResult(place, Became.REPLAYED) if result.became is Became.GONE else result
     return moving.results[place]
 
 

@@ -130,7 +130,8 @@ class MemoryBoundary(Boundary, AsyncBoundary):
         epoch = uuid.uuid4().hex
         twin = copy.copy(self)
         with self._lock:
-            kept = {name: copy.deepcopy(getattr(self, name)) for name in ("_logs", "_ids", "_readers", "_artifacts")}
+            kept = {name: copy.deepcopy(getattr(self, name)) for name in ("_logs", "_ids", "_readers")}
+            kept["_artifacts"] = self._artifacts.copy_stored()
         for log in kept["_logs"].values():
             if log.buffer is self._side.store_buffer:
                 log.reborn(epoch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
@@ -56,6 +57,12 @@ class Artifacts:
         self._uses: dict[tuple[str, str], ObjectName] = {}
         #: Those that are coming in.
         self.arriving: set[Upload] = set()
+
+    def copy_stored(self) -> Artifacts:
+        """Return a copy of what is stored, without the uploads that are coming in."""
+        twin = copy.copy(self)
+        twin.arriving = set()
+        return copy.deepcopy(twin)
 
     def begin(self, name: ObjectName, expected: Stored | None, begin: int) -> Upload:
         """A new upload, or what is here of one that broke off."""
