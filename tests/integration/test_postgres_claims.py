@@ -90,7 +90,8 @@ def test_a_claim_of_keys_looks_at_what_it_takes_however_long_the_queue_has_becom
     claim(10)
     queue.close()
     _, found = looked_at(database, "ready_pkey")
-    assert 1400 <= found < 6_000
+    # 4,214 on an idle machine, up to half more on a busy one; more than 100,000 with a join that is not fenced.
+    assert 1400 <= found < 30_000
 
 
 @pytest.mark.spec("CNN-12")
