@@ -19,6 +19,7 @@ from ergon_framework.connectors.base import Ack, DeadLetter
 from ergon_framework.connectors.bridge import as_sync
 from ergon_framework.connectors.deadletters import Became, DeadLetterQuery
 from ergon_framework.connectors.nats import burials
+from ergon_framework.connectors.nats.line import Line
 from ergon_framework.connectors.schemes import connect
 from ergon_framework.failure import EDITED
 from ergon_framework.task.mixins.policies import ConsumerPolicy
@@ -142,6 +143,33 @@ def test_a_correction_that_was_sent_is_reported_although_another_operator_delete
     result = queue.replace_dead(record.place, Transaction("order-1", {"total": 100}))
     assert result.became is Became.REPLAYED
     assert fetched(queue).transaction.payload == {"total": 100}
+
+
+@pytest.mark.spec("SEC-21")
+@pytest.mark.invariant
+@pytest.mark.parametrize("url", ["nats"], indirect=True)
+def test_a_correction_that_was_not_sent_is_not_reported_when_another_operator_deleted_the_dead_letter(
+    queue, monkeypatch
+):
+    queue.dispatch([Transaction("order-1", {"total": 450})])
+    queue.settle([(fetched(queue), DeadLetter("declined"))])
+    [record] = queue.list_dead(DeadLetterQuery())
+    ask_all, delete = Line.ask_all, burials._deleted
+
+    async def lose_the_publication(line, requests, **options):
+        if any(request.payload == b'{"total":100}' for request in requests):
+            return [None] * len(requests)
+        return await ask_all(line, requests, **options)
+
+    async def delete_after_another_operator(line, names, moving, became):
+        await delete(line, names, burials._Moving([record.place]), Became.DISCARDED)
+        return await delete(line, names, moving, became)
+
+    monkeypatch.setattr(Line, "ask_all", lose_the_publication)
+    monkeypatch.setattr(burials, "_deleted", delete_after_another_operator)
+    result = queue.replace_dead(record.place, Transaction("order-1", {"total": 100}))
+    assert result.became is Became.GONE
+    assert list(queue.fetch_transactions(1)) == []
 
 
 SHOP = """

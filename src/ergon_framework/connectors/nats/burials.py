@@ -230,11 +230,12 @@ async def replace_dead(line: Line, names: Names, place: str, transaction: Transa
         check_size(transaction, request, line.max_payload)
         (answer,) = await line.ask_all([request])
         published = moving.read(place, answer)
-        duplicate = published is not None and bool(published.get("duplicate"))
         (result,) = await _deleted(line, names, moving, Became.REPLAYED)
-        if duplicate:
+        if published is None:
+            return result
+        if published.get("duplicate"):
             return ReplayResult(place, Became.GONE)
-        # Sent, and the dead letter deleted by the operator who came second.
+        # Another operator, whose correction was a duplicate, may have deleted the dead letter first.
         return ReplayResult(place, Became.REPLAYED) if result.became is Became.GONE else result
     return moving.results[place]
 
